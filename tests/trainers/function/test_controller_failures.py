@@ -319,8 +319,31 @@ def test_what_storage_takes_is_no_hang() -> None:
     for rank in range(2):
         play.report(rank, 2, "state")
         play.part(rank, 2, on="sealed")
-    play.tick(after=100)
+    for _ in range(5):
+        play.say(0, on="storing")
+        play.tick(after=29)
     assert play.out == []
+
+
+@pytest.mark.parametrize("ranks", [(), (0,)], ids=["nobody", "the others"])
+def test_a_worker_that_stops_while_its_part_is_stored_hangs(ranks: tuple[int, ...]) -> None:
+    """Nobody hears that the part is there: a process that was stopped says nothing, and its storage is no excuse."""
+    play = Play(limits=WaitLimits(hang_s=30)).run()
+    for rank in range(2):
+        play.report(rank, 1, "state")
+        play.part(rank, 1, on="sealed")
+    for rank in ranks:
+        play.part(rank, 1)
+    play.out.clear()
+    play.tick(after=29)
+    assert play.out == []
+    play.tick(after=1)
+    play.committed()  # their writers have all of it
+    assert play.only(KillGroup)
+    play.exit_all()
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert isinstance(error.failures[1], WorkerHangError)
 
 
 @pytest.mark.parametrize("kind", ["directory", "state"])
@@ -334,7 +357,9 @@ def test_what_a_worker_brings_is_no_hang(kind: str) -> None:
             play.part(rank, 1, on="staged")
     play.part(0, 1)
     play.out.clear()
-    play.tick(after=100)
+    for _ in range(5):
+        play.say(1, on="storing")
+        play.tick(after=29)
     assert play.out == []
     play.part(1, 1)
     assert play.only(Commit)

@@ -266,6 +266,33 @@ def test_reports_after_an_upload_in_the_background_do_not_wait_for_it(root):
         pair.session.drain()
 
 
+@pytest.mark.parametrize("mine", [False, True], ids=["our copy", "the user's function"])
+def test_a_worker_says_that_a_storage_is_at_work(root, monkeypatch, mine):
+    """Of a copy that takes long; a function of the user is silent, as anything in train_func that may hang."""
+    go, download = threading.Event(), delivery._download
+
+    def slow(*args):
+        assert go.wait(20)
+        return download(*args)
+
+    def upload(_, name):
+        assert go.wait(20)
+        return make(root / name)
+
+    monkeypatch.setattr(delivery, "_download", slow)
+    with Pair(begin(root, beat_s=0.02)) as pair:
+        options = {"checkpoint_upload_fn": upload} if mine else {}
+        checkpoint = make(root.parent / "mine") if mine else hf.Checkpoint.from_dict({"a": 1})
+        hf.report({}, checkpoint, checkpoint_upload_mode=ASYNC, **options)
+        if mine:
+            threading.Event().wait(0.2)
+            assert pair.controller.headers("storing") == []
+        else:
+            pair.controller.wait(lambda _: len(pair.controller.headers("storing")) > 2)
+        go.set()
+        pair.session.drain()
+
+
 def test_an_upload_that_hangs_is_given_up(root, monkeypatch):
     """Its report fails, by a name for everything; those behind it, and the end, do not wait for it."""
     monkeypatch.setattr(delivery, "_UPLOAD_S", 0.1)

@@ -76,6 +76,27 @@ def test_a_slow_store_holds_the_third(root: Path, tmp_path: Path, monkeypatch: p
     assert len(list(root.glob("checkpoint_*/manifest.json"))) == 3
 
 
+def test_a_slow_store_is_no_silence(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker says that a store is at work for as long as it is; a worker that was stopped does not."""
+    open_, brought = threading.Event(), handoff.send_entries
+
+    def slow(*args: Any) -> Any:
+        assert open_.wait(20)
+        return brought(*args)
+
+    monkeypatch.setattr(handoff, "send_entries", slow)
+    options = {"local_dir": str(tmp_path / "disk"), "beat_s": 0.02}
+    with Committer(root) as script, pair_of(root, script, **options) as pair:
+        pair.session.report({"n": 0}, state=make_state(1))
+        pair.controller.wait(lambda _: len(pair.controller.headers("storing")) > 2)
+        open_.set()
+        pair.session.drain()
+        pair.session.report({"n": 1})
+        last = pair.controller.wait(lambda heard: heard if heard[-1]["on"] == "rows" else None)
+        threading.Event().wait(0.1)
+        assert pair.controller.headers() == last
+
+
 def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call says so, once; the saves after it are brought, and the disk is empty again."""
     brought, calls = handoff.send_entries, []

@@ -39,6 +39,7 @@ from .worker_group import (
     training_failed,
 )
 
+_BEAT_S = 5.0  # workers whose parts are being stored say so at least this often
 _HANDOVERS = 3  # agreed saves that are tried for one move
 _MOST_PAST = 100
 
@@ -271,6 +272,8 @@ class Controller:
         elif on == "failed":
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._fail(rank, error, settle_s=self._limits.settle_s)
+        elif on == "storing":
+            pass  # a sign of life
         elif on == "at":
             if self._handover is not None:
                 self._handover.at(rank, header["calls"], self._out)
@@ -298,6 +301,7 @@ class Controller:
             "strategy": None if plan.strategy is None else dict(plan.strategy),
             "score": None if plan.score is None else dict(plan.score),
             "report_timeout_s": plan.limits.report_s,
+            "beat_s": None if plan.limits.hang_s is None else min(plan.limits.hang_s / 4, _BEAT_S),
             "all_metrics": plan.has_callbacks,
             "checkpoint": None if start.location is None else dict(start.location),
         }

@@ -156,20 +156,6 @@ class ReportLedger:
         return max(self.entered) >= self.first_index
 
     @property
-    def is_storing(self) -> bool:
-        """Whether workers, or their writers, still store parts of a report that is complete otherwise.
-
-        Not what a function of the user uploads: that may hang, as anything in train_func.
-        """
-        for report in self.reports.values():
-            # Of parts that are not stored yet: storages alone have to finish them.
-            handed_over = report.in_parts and report.sealed | report.staged | report.durable >= report.entries.keys()
-            brought = any(report.entries[rank].kind == "directory" for rank in report.coming)
-            if not self.waits_for_ranks(report) and (brought or (handed_over and not report.is_durable)):
-                return True
-        return False
-
-    @property
     def uploading(self) -> dict[int, int]:
         """The first report of each rank whose upload by a function of the user goes on in the background."""
         found: dict[int, int] = {}

@@ -473,5 +473,8 @@ def next_check(group: WorkerGroup, reports: Reports, limits: WaitLimits, last_si
 
 
 def _may_hang(group: WorkerGroup, reports: Reports) -> bool:
-    """Whether silence would mean that workers are stuck; not while they may be waiting for storage."""
-    return not (group.all_finished or reports.busy or reports.ledger.is_storing)
+    """Whether silence would mean that workers are stuck.
+
+    Not while a commit is under way, which they may wait for. Those whose parts are being stored say so ("storing").
+    """
+    return not (group.all_finished or reports.busy)

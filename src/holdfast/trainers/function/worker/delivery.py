@@ -425,6 +425,7 @@ class Delivery:
 
             self._later(header, bring, undo=undo, done=committed)
             return None
+        self._link.begin_part(index)
         future = self._link.call(header | {"coming": True})
 
         def finish() -> None:
@@ -455,6 +456,8 @@ class Delivery:
             self._sender = SerialExecutor("holdfast-send")
         while len(self._sending) >= _MAX_SENDING:
             wait([self._sending.popleft()])
+        if header["kind"] == "directory":  # a function of the user that uploads may hang, as anything in train_func
+            self._link.begin_part(index)
         self._link.tell(header | {"coming": True}, undo=undo, done=done)
 
         def run() -> None:
@@ -538,13 +541,18 @@ class Delivery:
     ) -> None:
         link = self._link
         link.expect(index)
+
+        def handed_over(header: dict[str, Any]) -> None:
+            link.begin_part(index)  # not before: to make the state may hang, as anything in train_func
+            link.send({**header, "index": index})
+
         try:
             self._get_shares(kind).submit(
                 state,
                 go,
                 model_files=model_files,
-                sealed=lambda: link.send({"on": "sealed", "index": index}),
-                staged=lambda left: link.send({"on": "staged", "index": index, "unfinished": dict(left)}),
+                sealed=lambda: handed_over({"on": "sealed"}),
+                staged=lambda left: handed_over({"on": "staged", "unfinished": dict(left)}),
                 ended=partial(link.part_ended, index),
             )
         except BaseException as error:

@@ -48,6 +48,7 @@ class ControllerLink:
         first_index: number of the next report.
         timeout_s: how long to wait for a controller that takes no message.
         on_gone: called on the receiving thread when the driver has gone away by itself.
+        beat_s: while this rank's part of a report is being stored, say so this often; None: never.
 
     Attributes:
         count: number of the last report that was entered.
@@ -55,7 +56,13 @@ class ControllerLink:
     """
 
     def __init__(
-        self, channel: Channel, *, first_index: int, timeout_s: float, on_gone: Callable[[], None] = end_process
+        self,
+        channel: Channel,
+        *,
+        first_index: int,
+        timeout_s: float,
+        on_gone: Callable[[], None] = end_process,
+        beat_s: float | None = None,
     ) -> None:
         self.count = first_index - 1
         self._channel, self._timeout_s, self._on_gone = channel, timeout_s, on_gone
@@ -65,6 +72,7 @@ class ControllerLink:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[Message]] = {}
         self._unsettled: set[int] = set()  # reports that go on in the background
+        self._storing: set[int] = set()  # reports whose part of this rank is with a storage
         self._undo: dict[int, Callable[[], object]] = {}  # of those that have taken files away
         self._done: dict[int, Callable[[], object]] = {}  # of those with work left after the commit
         self._known: set[int] = set()  # reports whose failure is told here: once, whatever else fails because of it
@@ -72,6 +80,9 @@ class ControllerLink:
         self._closed = self._gone = False
         self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
         self._thread.start()
+        self._end = threading.Event()
+        if beat_s is not None:
+            threading.Thread(target=self._beat, args=(beat_s,), name="holdfast-storing", daemon=True).start()
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -147,6 +158,14 @@ class ControllerLink:
         with self._changed:
             return index in self._unsettled
 
+    def begin_part(self, index: int) -> None:
+        """Note that this rank's part of a report goes to a storage, until `part_ended` or `part_failed`.
+
+        However long that takes is no hang. The driver cannot see it: it hears of a part when that is stored, and of one
+        whose worker stands still never.
+        """
+        self._storing.add(index)
+
     def part_ended(self, index: int, error: BaseException | None, **where: Any) -> None:
         """Report that this rank's part is stored, or has failed: then the next call here raises the error, once.
 
@@ -157,6 +176,7 @@ class ControllerLink:
             error: why it failed.
             where: what was not known yet when the report was entered: "source" or "location".
         """
+        self._storing.discard(index)
         if error is None:
             self._queue.send({"on": "part", "index": index, **where})
             return
@@ -169,6 +189,7 @@ class ControllerLink:
 
     def part_failed(self, index: int, error: BaseException) -> None:
         """Report that this rank's part has failed with an error that the caller gets now."""
+        self._storing.discard(index)
         self._tell_failure(index, error)
         self._settle(index)
 
@@ -239,6 +260,7 @@ class ControllerLink:
     def close(self) -> None:
         """End all threads and close the channel; idempotent."""
         self._closed = True
+        self._end.set()
         self.agreement.end()
         self._queue.close()
         self._channel.flush(_CLOSE_S)
@@ -293,6 +315,11 @@ class ControllerLink:
         self.raise_trouble()
         if gone:
             raise _gone()
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._end.wait(beat_s):
+            if self._storing:
+                self._queue.send({"on": "storing"})
 
     def _read(self) -> None:
         try:

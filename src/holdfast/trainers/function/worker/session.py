@@ -252,7 +252,11 @@ class Session:
             ),
         )
         self._link = ControllerLink(
-            channel, first_index=begin["first_index"], timeout_s=begin["report_timeout_s"], on_gone=on_gone
+            channel,
+            first_index=begin["first_index"],
+            timeout_s=begin["report_timeout_s"],
+            on_gone=on_gone,
+            beat_s=begin.get("beat_s"),
         )
         self._delivery = Delivery(self._link, begin, self._area)
         _current = self
