@@ -564,6 +564,39 @@ def test_callbacks_hear_of_a_commit() -> None:
     assert play.only(Call).arguments == {"metrics": [{"loss": 7.0}, {}], "checkpoint": None}
 
 
+@pytest.mark.parametrize("end", ["commit", "failure", "death"])
+def test_callbacks_hear_of_reports_in_their_order(end: str) -> None:
+    """Also of those without a checkpoint: what comes last is the newest. None is lost with a commit that fails."""
+    play = Play(has_callbacks=True).run()
+    for rank in range(2):
+        play.report(rank, 1)
+    first = play.only(Commit)
+    for rank in range(2):
+        play.rows(2, {"loss": 2.0}, rank=rank)
+    assert play.all(Call) == []
+    if end == "death":
+        out = play.exit(1)
+        out += play.outcome(first, error=StorageFullError("no space"))
+        out += play.exit_all()
+        calls = [call for call in out if isinstance(call, Call) and call.hook == "after_report"]
+        assert [call.arguments["metrics"][0] for call in calls] == [{"loss": 2.0}]
+        return
+    for rank in range(2):
+        play.report(rank, 3)
+    third = play.only(Commit)
+    if end == "failure":
+        play.outcome(first, error=StorageFullError("no space"))
+        assert [call.arguments["metrics"][0] for call in play.all(Call)] == [{"loss": 2.0}]
+    else:
+        play.out = [first]
+        assert [call.arguments["metrics"][0] for call in play.committed() if isinstance(call, Call)] == [
+            {"loss": 1.0},
+            {"loss": 2.0},
+        ]
+    play.out = [third]
+    assert [call.arguments["metrics"][0] for call in play.committed() if isinstance(call, Call)] == [{"loss": 3.0}]
+
+
 def test_an_unknown_message_is_said() -> None:
     """A worker of another version, perhaps."""
     play = Play().run()

@@ -493,6 +493,8 @@ class UserCallback:
     ) -> None:
         """Called after a report that all ranks have made; if it has a checkpoint, once that is committed.
 
+        Calls come in the order of the reports: those after a checkpoint wait for its commit.
+
         Args:
             run_context: of the run.
             metrics: what each rank reported, in the order of the ranks.

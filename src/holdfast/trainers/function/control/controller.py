@@ -460,6 +460,7 @@ class Controller:
         if not teardown.step(self._now, group, self.reports, self._limits, self._out):
             return
         self._teardown = None
+        self._out += self.reports.callbacks.complete(self.reports.ledger, ordered=False)
         self._clock.end("stop", self._now)
         if self._stop is not None:
             self._end(RunState.ABORTED, self._stop)

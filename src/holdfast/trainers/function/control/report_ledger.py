@@ -326,16 +326,26 @@ class CallbackCalls:
         if self._wanted:
             self._waiting.setdefault(index, {})[rank] = metrics
 
-    def complete(self, ledger: ReportLedger) -> list[Call]:
+    def complete(self, ledger: ReportLedger, *, before: int | None = None, ordered: bool = True) -> list[Call]:
         """Return the calls for reports without data that no rank will add to, in order.
 
         Ranks that never make a report (they have ended, or are ten thousand reports behind) have no metrics in it.
-        Calls for reports with data follow their commits.
+        Calls for reports with data follow their commits, and those for the reports after them come later still: who
+        passes them on (to Ray Tune, to a tracker) takes the last one for the newest.
+
+        Args:
+            ledger: of the group.
+            before: only those for reports before this one; None: for all.
+            ordered: wait for the commits of earlier reports; False: they are not waited for any more.
         """
         if not self._waiting:
             return []
         behind = [at for rank, at in enumerate(ledger.entered) if rank not in ledger.finished]
         reached = min(behind, default=max(ledger.entered))
+        if ordered:
+            reached = min([reached, *ledger.reports])
+        if before is not None:
+            reached = min(reached, before - 1)
         calls = []
         for index in sorted(self._waiting):
             if index > reached and len(self._waiting) <= _MAX_WAITING:
@@ -344,12 +354,19 @@ class CallbackCalls:
                 calls.append(self._call(self._waiting.pop(index), None))
         return calls
 
-    def committed(self, report: LedgerEntry, location: Mapping[str, Any], *, current: bool) -> list[Call]:
-        """Return the call for a report whose checkpoint is committed; ``current``: it is of the group that runs."""
+    def committed(self, report: LedgerEntry, location: Mapping[str, Any], ledger: ReportLedger | None) -> list[Call]:
+        """Return the call for a report whose checkpoint is committed, after those for reports before it.
+
+        Args:
+            report: has left the ledger.
+            location: of the checkpoint.
+            ledger: of the group that runs; None: the report is of an earlier one.
+        """
         if not self._wanted:
             return []
-        others = self._waiting.pop(report.index, {}) if current else {}
-        return [self._call({**others, 0: report.metrics}, location)]
+        others = self._waiting.pop(report.index, {}) if ledger is not None else {}
+        before = [] if ledger is None else self.complete(ledger, before=report.index)
+        return [*before, self._call({**others, 0: report.metrics}, location)]
 
     def forget(self, index: int) -> None:
         """Forget a report that failed."""

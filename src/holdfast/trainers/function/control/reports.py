@@ -447,7 +447,7 @@ class Reports:
             self._wanted.discard(name)
             self.validations.add(name, report.validation)
         told = {**location, "step": fields["step"], "metrics": fields["metrics"], "manifest": result.manifest}
-        self._out += self.callbacks.committed(report, told, current=ledger is self.ledger)
+        self._out += self.callbacks.committed(report, told, self.ledger if ledger is self.ledger else None)
 
     def fail(
         self,
