@@ -9,10 +9,12 @@ generator of training where the first process did not. While a run is open, such
 generator of their own.
 
 `StatedPosition` is what the state of torchdata's loader, or of a streaming data set of `datasets`, says of itself.
+`forget_start` lets the next epoch of such a data set begin at its begin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .seeding import SeededCollate, SeededDataset
 
 _PLAIN = (bool, int, float, str, type(None))
+_MOST_DEPTH, _MOST_ITEMS = 4, 256
 _STREAM = "examples_iterable"  # key of the state of an IterableDataset of `datasets` (3 to 5)
 
 
@@ -113,6 +116,8 @@ def _plain_attributes(dataset: Any) -> dict[str, Any]:
     return found
 
 
+# Loaders whose workers have begun from a state.
+_resumed: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.Lock()
 _users = 0
 _before: Any = None
@@ -197,6 +202,46 @@ class StatedPosition:
             return cls(batches=int(batches), is_at_begin=is_at_begin, only_counts=only_counts)
         except (KeyError, TypeError, AttributeError):
             return cls()  # of another version
+
+
+def resume(loader: Any, state: Any) -> None:
+    """Let a loader go on from a state; `forget_start` ends that."""
+    loader.load_state_dict(state)
+    with contextlib.suppress(TypeError):
+        _resumed.add(loader)
+
+
+def forget_start(loader: Any) -> None:
+    """Let the next pass over streams of `datasets` begin at their begin.
+
+    What their ``load_state_dict`` was given is where each later pass of the same number begins, too (as of 5.2):
+    whoever calls no ``set_epoch`` would never see again what comes before it. Persistent workers hold streams of their
+    own: they are started anew.
+    """
+    streams = _streams_within(loader)
+    for stream in streams:
+        stream._starting_state_dict = None
+    if streams and getattr(loader, "persistent_workers", False) and loader in _resumed:
+        loader.load_state_dict({})  # torchdata's word for a fresh start
+    _resumed.discard(loader)
+
+
+def _streams_within(owner: Any) -> list[Any]:
+    """Return the streams of `datasets` that a loader is, has, or wraps."""
+    found, seen, waiting = [], set(), [(owner, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _MOST_DEPTH:
+            continue
+        seen.add(id(value))
+        if type(value).__module__.startswith("datasets.") and hasattr(value, "_starting_state_dict"):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            waiting += [(item, depth + 1) for item in items] if len(value) <= _MOST_ITEMS else []
+        elif isinstance(value, IterableDataset) or depth == 0:
+            waiting += [(item, depth + 1) for item in getattr(value, "__dict__", {}).values()]
+    return found
 
 
 def _is_at_begin(states: list[Any]) -> bool:
