@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import StatedPosition, clone_of, forget_start, resume
+from .loaders import StatedPosition, clone_of, forget_start, repeatable, resume
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -348,7 +348,7 @@ class ResumableBatches:
         begun = self._inner if self._live is None else None
         is_believed = begun is None or self._is_believed(begun["loader"])
         self._compare_passes()
-        with self._stream:
+        with self._stream, repeatable(loader, seed=mix(self._seed, self._epoch, 3)):
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
                 resume(loader, begun["loader"])
