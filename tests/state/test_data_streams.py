@@ -20,10 +20,7 @@ from loader_cases import (
     lives,
     run,
 )
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import StateMismatchError
@@ -71,6 +68,33 @@ class Stream(IterableDataset):
         return shuffled_stream()
 
 
+class Shuffling(Sampler):
+    """A sampler without a state that draws its order at once, from the generators of the process."""
+
+    def __iter__(self):
+        order = list(range(N))
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self):
+        return N
+
+
+class Buckets(Shuffling):
+    """A batch sampler without a state that draws while it goes on, and makes batches of different sizes."""
+
+    def __iter__(self):
+        order = torch.randperm(N).tolist()
+        while order:
+            size = 1 + order[0] % 5
+            yield order[:size]
+            order = order[size:]
+
+
+def over(**options):
+    return lambda: StatefulDataLoader(Ids(), **options)
+
+
 STATEFUL = [
     pytest.param(lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True), True, id="map"),
     pytest.param(
@@ -84,7 +108,16 @@ STATEFUL = [
     pytest.param(
         lambda: StatefulDataLoader(Stream(), batch_size=4, collate_fn=as_list), True, id="stream that is only counted"
     ),
-]
+    pytest.param(over(batch_size=4, sampler=Shuffling()), True, id="sampler"),
+    pytest.param(over(batch_size=None, sampler=Shuffling()), True, id="sampler without batches"),
+    pytest.param(over(batch_sampler=BatchSampler(Shuffling(), 4, False)), True, id="batch sampler"),
+    pytest.param(over(batch_sampler=Buckets()), True, id="buckets"),
+    pytest.param(over(batch_sampler=Buckets(), num_workers=2), True, id="buckets 2 workers"),
+    pytest.param(
+        over(batch_sampler=BatchSampler(Shuffling(), 4, False), num_workers=2, persistent_workers=True), True,
+        id="batch sampler 2 persistent workers",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "shuffled"), STATEFUL)

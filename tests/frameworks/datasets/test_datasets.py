@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -53,3 +54,52 @@ def test_a_state_of_the_begin_is_said_before_a_batch_is_drawn(
     assert not [batch for batch in second if batch in first]
     with pytest.raises(hf.StateMismatchError, match="says that its data set has given no sample of it, and this run"):
         life(tmp_path, make(), 7)
+
+
+class Wrapped(torch.utils.data.IterableDataset[Any]):
+    """A data set of the user's own around a stream, whose state it hands on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state["inner"])
+
+
+WHOLE = {
+    "in batches": lambda: StatefulDataLoader(stream(), 4),
+    "workers": lambda: StatefulDataLoader(stream(shards=4), 4, num_workers=2),
+    "workers that stay": lambda: StatefulDataLoader(stream(shards=4), 4, num_workers=2, persistent_workers=True),
+    "the stream itself": lambda: stream().batch(4),
+    "wrapped": lambda: StatefulDataLoader(Wrapped(stream()), 4),
+}
+WORKERS = [("workers", 3), ("workers that stay", 3), ("workers that stay", 10)]
+
+
+def epochs(path: Path, loader: Any, until: int | None = None) -> list[tuple[int, Any]]:
+    """Train three epochs, or up to a step, on a stream that is not told its epoch."""
+    seen = []
+    with hf.Checkpointer(path, {"model": torch.nn.Linear(1, 1)}, every=1) as ck:
+        for epoch in ck.epochs(3):
+            for batch in ck.batches(loader):
+                seen.append((epoch, torch.as_tensor(batch["x"]).tolist()))
+                ck.step()
+                if ck.global_step == until:
+                    return seen
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "until"), [*itertools.product(["in batches", "the stream itself", "wrapped"], [3, 10]), *WORKERS]
+)
+def test_the_epochs_after_a_resume_begin_at_the_begin_of_the_stream(tmp_path: Path, name: str, until: int) -> None:
+    """A stream keeps the place that it was resumed at, and begins each later pass there, unless it is told not to."""
+    make = WHOLE[name]
+    before = epochs(tmp_path / "cut", make(), until)
+    assert before + epochs(tmp_path / "cut", make()) == epochs(tmp_path / "ref", make())

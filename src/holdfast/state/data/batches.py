@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import StatedPosition, clone_of
+from .loaders import StatedPosition, clone_of, forget_start, repeatable, resume
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -348,16 +348,18 @@ class ResumableBatches:
         begun = self._inner if self._live is None else None
         is_believed = begun is None or self._is_believed(begun["loader"])
         self._compare_passes()
-        with self._stream:
+        with self._stream, repeatable(loader, seed=mix(self._seed, self._epoch, 3)):
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
-                loader.load_state_dict(begun["loader"])
+                resume(loader, begun["loader"])
             elif begun is None and self._goes_on_from_carried(ended):
                 # The state of a finished epoch: samplers go on from it to the next order. torchdata makes the iterator
                 # of that epoch in `state_dict`; reseeded, the iterator of this epoch draws the same numbers as ever.
-                loader.load_state_dict(self._carried["loader"])
+                resume(loader, self._carried["loader"])
                 loader.state_dict()
                 self._stream.reseed()
+            if begun is None and self._live is None:
+                forget_start(loader)
             iterator = iter(loader)
             if not is_believed:
                 self._leave_out(iterator, "has a state that counts other batches than this run was given")

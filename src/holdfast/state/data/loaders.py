@@ -9,10 +9,13 @@ generator of training where the first process did not. While a run is open, such
 generator of their own.
 
 `StatedPosition` is what the state of torchdata's loader, or of a streaming data set of `datasets`, says of itself.
+`forget_start` lets the next epoch of such a data set begin at its begin.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -20,11 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from .seeding import SeededCollate, SeededDataset
+from .seeding import SeededCollate, SeededDataset, Stream, generators_of
 
 _PLAIN = (bool, int, float, str, type(None))
+_MOST_DEPTH, _MOST_ITEMS = 4, 256
+_ENTRIES_AHEAD = 64
 _STREAM = "examples_iterable"  # key of the state of an IterableDataset of `datasets` (3 to 5)
 
 
@@ -113,6 +118,10 @@ def _plain_attributes(dataset: Any) -> dict[str, Any]:
     return found
 
 
+# Loaders whose workers have begun from a state.
+_resumed: weakref.WeakSet[Any] = weakref.WeakSet()
+# What stands for the samplers of torchdata's loaders while iterators are made.
+_stand_ins: weakref.WeakKeyDictionary[Any, _RepeatableSampler] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _users = 0
 _before: Any = None
@@ -182,7 +191,7 @@ class StatedPosition:
         """Read a state of torchdata's loader (as of 0.11) or of a data set of `datasets`; others say nothing."""
         try:
             # Not by isinstance: Accelerate's loaders pass for torchdata's, and count the batches of all ranks.
-            if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+            if not _is_torchdatas(loader):
                 return cls(is_at_begin=_is_at_begin([state]))
             snapshot = state.get("_snapshot")
             if snapshot is None:
@@ -197,6 +206,111 @@ class StatedPosition:
             return cls(batches=int(batches), is_at_begin=is_at_begin, only_counts=only_counts)
         except (KeyError, TypeError, AttributeError):
             return cls()  # of another version
+
+
+def resume(loader: Any, state: Any) -> None:
+    """Let a loader go on from a state; `forget_start` ends that."""
+    loader.load_state_dict(state)
+    with contextlib.suppress(TypeError):
+        _resumed.add(loader)
+
+
+class _RepeatableSampler:
+    """A sampler without a state, whose order depends on a seed and on nothing else.
+
+    Attributes:
+        seed: of the epoch that the next iteration belongs to.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.seed = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        # Begun when the first entry is asked for: torchdata makes iterators that it does not use.
+        stream = Stream(self.seed, generators_of(self._sampler, getattr(self._sampler, "sampler", None)))
+        with stream:
+            iterator = iter(self._sampler)
+        while True:
+            with stream:
+                stretch = list(itertools.islice(iterator, _ENTRIES_AHEAD))
+            yield from stretch
+            if len(stretch) < _ENTRIES_AHEAD:
+                return
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+@contextlib.contextmanager
+def repeatable(loader: Any, *, seed: int) -> Iterator[None]:
+    """Let torchdata's loader make iterators whose samplers, if they have no state, give the same order each time.
+
+    torchdata (as of 0.11) begins such a sampler once more after a resume, and leaves out the first indices: of one that
+    draws from the generators of the process this would be another order than the one that was begun.
+
+    Args:
+        loader: any loader; of others nothing is changed.
+        seed: of the epoch.
+    """
+    owner, name = loader, "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
+    sampler = vars(loader).get(name) if _is_torchdatas(loader) and hasattr(loader, "__dict__") else None
+    if sampler is not None and _is_torchdatas(sampler):  # its iterator has a state, with that of the inner one
+        owner, name = sampler, "sampler"
+        sampler = vars(sampler).get(name)
+    draws = type(sampler) not in (type(None), SequentialSampler) and not isinstance(loader.dataset, IterableDataset)
+    if not draws or _is_torchdatas(sampler) or hasattr(sampler, "state_dict"):
+        yield
+        return
+    stand_in = _stand_ins.get(loader)
+    if stand_in is None:
+        stand_in = _stand_ins[loader] = _RepeatableSampler(sampler)  # workers that stay keep it
+    stand_in.seed = seed
+    vars(owner)[name] = stand_in  # torch forbids to set it
+    try:
+        yield
+    finally:
+        vars(owner)[name] = sampler
+
+
+def _is_torchdatas(value: Any) -> bool:
+    return any(kind.__module__.startswith("torchdata.") for kind in type(value).__mro__)
+
+
+def forget_start(loader: Any) -> None:
+    """Let the next pass over streams of `datasets` begin at their begin.
+
+    What their ``load_state_dict`` was given is where each later pass of the same number begins, too (as of 5.2):
+    whoever calls no ``set_epoch`` would never see again what comes before it. Persistent workers hold streams of their
+    own: they are started anew.
+    """
+    streams = _streams_within(loader)
+    for stream in streams:
+        stream._starting_state_dict = None
+    if streams and getattr(loader, "persistent_workers", False) and loader in _resumed:
+        loader.load_state_dict({})  # torchdata's word for a fresh start
+    _resumed.discard(loader)
+
+
+def _streams_within(owner: Any) -> list[Any]:
+    """Return the streams of `datasets` that a loader is, has, or wraps."""
+    found, seen, waiting = [], set(), [(owner, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _MOST_DEPTH:
+            continue
+        seen.add(id(value))
+        if type(value).__module__.startswith("datasets.") and hasattr(value, "_starting_state_dict"):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            waiting += [(item, depth + 1) for item in items] if len(value) <= _MOST_ITEMS else []
+        elif isinstance(value, IterableDataset) or depth == 0:
+            waiting += [(item, depth + 1) for item in getattr(value, "__dict__", {}).values()]
+    return found
 
 
 def _is_at_begin(states: list[Any]) -> bool:
