@@ -14,14 +14,9 @@ Tune gets a few bytes that say where it is.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import functools
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ._optional import require
@@ -36,13 +31,11 @@ from .errors import (
     StorageNotFoundError,
 )
 from .format.manifest import Manifest
-from .frameworks.reporting import scalars
+from .frameworks.reporting import scalars, scratch_directory
 from .storage.resolve import from_description
 
 __all__ = ["REFERENCE_NAME", "get_checkpoint", "report"]
 
-_SCRATCH = "holdfast-report-"
-_TAKEN, _NO_LOCKS = -1, -2
 REFERENCE_NAME = "holdfast-reference.json"
 """The only file in what Tune keeps of a checkpoint that stays where it is."""
 
@@ -70,7 +63,7 @@ def report(
     if state is None and checkpoint is None:
         tune.report(dict(metrics))
         return
-    with _scratch() as folder:
+    with scratch_directory() as folder:
         directory = os.path.join(folder, "checkpoint")  # Tune copies it before its `report` returns
         if state is not None:
             save(directory, state, metrics=scalars(metrics), ranks="this")
@@ -114,57 +107,6 @@ def get_checkpoint() -> Checkpoint | None:
             f"not {reference['checkpoint_id']}): give every trial a run of its own"
         )
     return checkpoint
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[str]:
-    """Yield an empty directory that is gone afterwards, or with the next trial here if this one is killed meanwhile."""
-    above = tempfile.gettempdir()
-    _sweep(above)
-    folder = tempfile.mkdtemp(prefix=_SCRATCH, dir=above)
-    while (lock := _lock(folder)) == _TAKEN:  # another trial's sweep was faster
-        folder = tempfile.mkdtemp(prefix=_SCRATCH, dir=above)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock >= 0:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # by hand: a child forked meanwhile has it too
-            os.close(lock)
-
-
-@functools.cache  # once in each process
-def _sweep(above: str) -> None:
-    """Remove what trials that were killed in their `report` have left: each may be as large as a model."""
-    with contextlib.suppress(OSError), os.scandir(above) as entries:
-        for entry in entries:
-            if entry.name.startswith(_SCRATCH) and (lock := _lock(entry.path)) >= 0:
-                shutil.rmtree(entry.path, ignore_errors=True)
-                os.close(lock)
-
-
-def _lock(folder: str) -> int:
-    """Lock a folder of this user for as long as this process lives.
-
-    Returns:
-        The open folder; _TAKEN where another process has it, or has removed it; _NO_LOCKS where there are none.
-    """
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return _TAKEN
-    try:
-        if os.fstat(lock).st_uid == os.getuid():
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.isdir(folder):  # else removed before it was locked
-                return lock
-        found = _TAKEN
-    except BlockingIOError:
-        found = _TAKEN
-    except OSError:
-        found = _NO_LOCKS
-    os.close(lock)
-    return found
 
 
 def _reference(checkpoint: Checkpoint) -> dict[str, Any]:

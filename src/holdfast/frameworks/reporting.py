@@ -9,14 +9,16 @@ it appends ``-v1``, has to find something there; else two checkpoints get one na
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ TOPICS = ("written", "taken")
 _TIMEOUT_S = 600.0
 _numbers = itertools.count()
 _PLAIN = (bool, int, float, str)
+_SCRATCH = "holdfast-report-"
+_TAKEN, _NO_LOCKS = -1, -2
 
 STAGED = "_holdfast-staged-"
 """First characters of the name of a directory that keeps files until they are stored.
@@ -350,3 +354,54 @@ def _mark_remote(uri: str, target: Checkpoint) -> Callable[[], None]:
             storage.delete(name)
 
     return remove
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[str]:
+    """Yield an empty directory that is gone afterwards, or with the next trial here if this one is killed meanwhile."""
+    above = tempfile.gettempdir()
+    _sweep(above)
+    folder = tempfile.mkdtemp(prefix=_SCRATCH, dir=above)
+    while (lock := _lock(folder)) == _TAKEN:  # another trial's sweep was faster
+        folder = tempfile.mkdtemp(prefix=_SCRATCH, dir=above)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock >= 0:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # by hand: a child forked meanwhile has it too
+            os.close(lock)
+
+
+@cache  # once in each process
+def _sweep(above: str) -> None:
+    """Remove what trials that were killed in their `report` have left: each may be as large as a model."""
+    with contextlib.suppress(OSError), os.scandir(above) as entries:
+        for entry in entries:
+            if entry.name.startswith(_SCRATCH) and (lock := _lock(entry.path)) >= 0:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: str) -> int:
+    """Lock a folder of this user for as long as this process lives.
+
+    Returns:
+        The open folder; _TAKEN where another process has it, or has removed it; _NO_LOCKS where there are none.
+    """
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return _TAKEN
+    try:
+        if os.fstat(lock).st_uid == os.getuid():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.isdir(folder):  # else removed before it was locked
+                return lock
+        found = _TAKEN
+    except BlockingIOError:
+        found = _TAKEN
+    except OSError:
+        found = _NO_LOCKS
+    os.close(lock)
+    return found
