@@ -52,6 +52,7 @@ from ..base import (
     check_range,
     check_view,
     copy_bytes,
+    errors_of,
     is_temporary_name,
     temporary_name,
     translate,
@@ -111,13 +112,10 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
     return (StorageUnavailableError if is_gone else StorageError)(f"{head} ({type(error).__name__})")
 
 
-class client_errors(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase
-    """Translate what a client raises in the block; Holdfast's own errors pass unchanged."""
+class client_errors(errors_of):  # noqa: N801  # reads as a verb phrase
+    """Translate whatever a client raises in the block; Holdfast's own errors pass unchanged."""
 
-    __slots__ = ("_action", "_where")
-
-    def __init__(self, action: str, where: str) -> None:
-        self._action, self._where = action, where
+    __slots__ = ()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
