@@ -15,7 +15,6 @@ generator of their own.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -229,14 +228,7 @@ class _RepeatableSampler:
     def __iter__(self) -> Iterator[Any]:
         # Begun when the first entry is asked for: torchdata makes iterators that it does not use.
         stream = Stream(self.seed, generators_of(self._sampler, getattr(self._sampler, "sampler", None)))
-        with stream:
-            iterator = iter(self._sampler)
-        while True:
-            with stream:
-                stretch = list(itertools.islice(iterator, _ENTRIES_AHEAD))
-            yield from stretch
-            if len(stretch) < _ENTRIES_AHEAD:
-                return
+        yield from stream.drawn(self._sampler, _ENTRIES_AHEAD)
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -293,35 +293,20 @@ class MapOrder:
             yield group, [mix(self._epoch_key, index_id(index), nth) for index, nth in pairs]
 
     def _drawn(self, source: Iterable[Any], ahead: int) -> Iterator[Any]:
-        """Iterate over a sampler of unknown kind, with draws that depend on (seed, epoch) only.
-
-        The sampler runs ``ahead`` entries at a time inside its own stream of generators, so that endless samplers work
-        and the generators are switched rarely.
-        """
+        """Iterate over a sampler of unknown kind, with draws that depend on (seed, epoch) only."""
         memory = self.memory
         if memory is not None:
             memory.begin()
             self._set_epoch()
-        stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
-        with stream:
-            iterator = iter(source)
-        is_first = True
-        while True:
-            with stream:
-                stretch = list(itertools.islice(iterator, ahead))
+
+        def held(is_first: bool) -> Sequence[Any]:
             if memory is not None:
                 memory.drawn()
-            if is_first and (memory is None or not memory.has_changed):
-                # Generators that the first draw in this process has made are seeded like others.
-                with stream:
-                    if stream.adopt(generators_of(self._sampler, self._batch_sampler)):
-                        stream.reseed()
-                        iterator = iter(source)
-                        stretch = list(itertools.islice(iterator, ahead))
-            is_first = False
-            yield from stretch
-            if len(stretch) < ahead:
-                return
+            may_begin_anew = is_first and (memory is None or not memory.has_changed)
+            return generators_of(self._sampler, self._batch_sampler) if may_begin_anew else ()
+
+        stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
+        yield from stream.drawn(source, ahead, held)
 
 
 def _numbered(indices: Iterable[Any], seen: Counter[int] | None = None) -> Iterator[tuple[Any, int]]:

@@ -7,11 +7,12 @@ not on the process that loads it or on when the run was last started.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -194,6 +195,36 @@ class Stream:
         if self._outer is not None:
             self._outer[1].extend(map(take_generator, new))
         return bool(new)
+
+    def drawn(
+        self, source: Iterable[Any], ahead: int, held: Callable[[bool], Sequence[Any]] | None = None
+    ) -> Iterator[Any]:
+        """Iterate over a sampler inside this stream.
+
+        It runs ``ahead`` entries at a time, so that endless samplers work and the generators are switched rarely.
+
+        Args:
+            source: the sampler.
+            ahead: how many entries are drawn at a time.
+            held: asked after each stretch, with True after the first, for generators that drawing may have made: they
+                are seeded like the others, and the stretch is drawn anew.
+        """
+        with self:
+            iterator = iter(source)
+        is_first = True
+        while True:
+            with self:
+                stretch = list(itertools.islice(iterator, ahead))
+            if held is not None and (late := held(is_first)):
+                with self:
+                    if self.adopt(late):
+                        self.reseed()
+                        iterator = iter(source)
+                        stretch = list(itertools.islice(iterator, ahead))
+            is_first = False
+            yield from stretch
+            if len(stretch) < ahead:
+                return
 
     def reseed(self) -> None:
         """Go back to the first states; only inside ``with``."""
