@@ -2,11 +2,11 @@
 
 Each patch in `*.txt` beside this file is old and new text of one file of the package, with the tests that should fail
 first. torch is loaded once; each patch gets a fork of this process and a copy of the package, so that writers and
-workers started by tests run the mistake too. What survives is listed, and fails the run unless a reason stands with it;
+workers started by tests run the mistake too. As many are tried at a time as there are processors. What survives is listed, and fails the run unless a reason stands with it;
 a tenth fails only where so many survive that less than 95 of 100 are noticed in all (`_allowed`). No patch is begun
 after HOLDFAST_TEST_UNTIL (seconds since 1970).
 
-    python tests/mutants/run.py [--tenth] [WORD ...]      # all; a tenth, another one each day; those with these words
+    python tests/mutants/run.py [--tenth] [WORD ...]      # all; a tenth, all in ten days; those with these words
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -156,38 +158,57 @@ def _test(tests: Sequence[str], folder: str) -> int:
     return int(pytest.main(["-o", "addopts=", *arguments, *tests]))
 
 
+def _try_all(patches: Sequence[Patch], until: float) -> list[bool | None]:
+    """Say of patches with the same tests whether these notice each; None where no time is left."""
+    if time.time() > until:
+        return [None] * len(patches)
+    if fails(patches[0].tests, None):
+        sys.exit(f"{' '.join(patches[0].tests)}: fails as it is, so that it proves nothing")
+    return [fails(patch.tests, patch) if time.time() <= until else None for patch in patches]
+
+
 def main(words: list[str]) -> int:
-    """Try patches; return the exit status."""
+    """Try patches, one on each processor at a time; return the exit status."""
     chosen, is_sample = patches(), "--tenth" in words
     if is_sample:
         words.remove("--tenth")
-        chosen = random.Random(int(time.time() // 86400)).sample(chosen, -(-len(chosen) // 10))
+        chosen = chosen[int(time.time() // 86400) % 10 :: 10]  # ten days try all
     chosen = [patch for patch in chosen if all(word in f"{patch.name} {patch.tests}" for word in words)]
     import pytest  # once, for all forks
     import torch
 
     print(f"torch {torch.__version__}, pytest {pytest.__version__}", flush=True)
-    misfits = [patch for patch in chosen if patch.misfit() is not None]
-    for patch in misfits:
+    survivors = [patch for patch in chosen if patch.misfit() is not None]
+    for patch in survivors:
         print(f"DOES NOT FIT the code any more: {patch.misfit()}", flush=True)
-    chosen = [patch for patch in chosen if patch not in misfits]
-    survivors, sound, until = [*misfits], set[tuple[str, ...]](), float(os.environ.get("HOLDFAST_TEST_UNTIL", "inf"))
-    for number, patch in enumerate(chosen, 1):
-        if time.time() > until:
-            print(f"{len(chosen) - number + 1} are not tried: no time left (HOLDFAST_TEST_UNTIL)", flush=True)
-            del chosen[number - 1 :]
-            break
-        if patch.tests not in sound and fails(patch.tests, None):
-            sys.exit(f"{' '.join(patch.tests)}: fails as it is, so that it proves nothing")
-        sound.add(patch.tests)
-        noticed = fails(patch.tests, patch)
-        state = "noticed" if noticed else f"SURVIVES ({patch.reason})" if patch.reason else "SURVIVES"
-        print(f"{number}/{len(chosen)} {state}: {patch.name}", flush=True)
-        if not noticed and not patch.reason:
-            survivors.append(patch)
-    num = len(chosen) + len(misfits)
+    groups: dict[tuple[str, ...], list[Patch]] = {}
+    for patch in chosen:
+        if patch not in survivors:
+            groups.setdefault(patch.tests, []).append(patch)
+    num, total, skipped = len(survivors), len(chosen), 0
+    until = float(os.environ.get("HOLDFAST_TEST_UNTIL", "inf"))
+    _compiled()
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        # In any order: if the time ends, it must not always be the last files that are left out.
+        tried = {pool.submit(_try_all, group, until): group for group in random.sample([*groups.values()], len(groups))}
+        for future in as_completed(tried):
+            for patch, noticed in zip(tried[future], future.result(), strict=True):
+                if noticed is None:
+                    skipped += 1
+                    continue
+                num += 1
+                state = "noticed" if noticed else f"SURVIVES ({patch.reason})" if patch.reason else "SURVIVES"
+                print(f"{num}/{total} {state}: {patch.name}", flush=True)
+                if not noticed and not patch.reason:
+                    survivors.append(patch)
+    if skipped:
+        print(f"{skipped} are not tried: no time left (HOLDFAST_TEST_UNTIL)")
     print(f"{num - len(survivors)} of {num} noticed or explained")
-    return 1 if misfits or len(survivors) > (_allowed(num) if is_sample else 0) else 0
+    for patch in survivors:
+        print(f"not noticed: {patch.name}")
+    if is_sample and all(patch.misfit() is None for patch in survivors):
+        return int(len(survivors) > _allowed(num))
+    return int(bool(survivors))
 
 
 def _allowed(num: int) -> int:
