@@ -2,9 +2,9 @@
 
 Each patch in `*.txt` beside this file is old and new text of one file of the package, with the tests that should fail
 first. torch is loaded once; each patch gets a fork of this process and a copy of the package, so that writers and
-workers started by tests run the mistake too. As many are tried at a time as there are processors. What survives is listed, and fails the run unless a reason stands with it;
-a tenth fails only where so many survive that less than 95 of 100 are noticed in all (`_allowed`). No patch is begun
-after HOLDFAST_TEST_UNTIL (seconds since 1970).
+workers started by tests run the mistake too, and as many are tried at a time as there are processors. What survives is
+listed, and fails the run unless a reason stands with it; a tenth fails only where so many survive that less than 95 of
+100 are noticed in all (`_allowed`). No patch is begun after HOLDFAST_TEST_UNTIL (seconds since 1970).
 
     python tests/mutants/run.py [--tenth] [WORD ...]      # all; a tenth, all in ten days; those with these words
 """
