@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from holdfast._log import get_logger
 from holdfast._outgoing import brief
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import StateMismatchError
+from holdfast.format.contents import OUTER
 from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
@@ -39,7 +40,7 @@ from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
 from .selection import covers, of_one_name_each
 
-__all__ = ["match_module", "match_optimizer"]
+__all__ = ["match_module", "match_optimizer", "match_wrapper"]
 
 _LOG = get_logger("state")
 _NO_SHAPE = "a lazy module in the state has given it no shape yet: run one batch through the module before the load"
@@ -62,7 +63,9 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
-    owned = [*module.parameters(), *module.buffers()]
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    owned = [*named.values()]
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
     memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
@@ -78,6 +81,10 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         ref = have.pop(name)
         if not plan.takes(where):
             continue
+        if isinstance(ref, ObjectNode) and ref.kind == "tensor" and key in named and in_place:
+            if match_wrapper(plan, named[key], ref, where):
+                direct[key] = named[key]
+            continue
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = plan.fresh(ref, where)
@@ -89,6 +96,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         elif in_place and memory is not None and local.is_meta and (made := memory.make(key)) is not None:
             if plan.read(ref, made, where):
                 direct[key] = made
+        elif in_place and not _is_loaded(module, key):
+            plan.fixed.append((where, value, ref))
         else:
             target = torch.empty_like(value, device=plan.home_of(value))
             if plan.read(ref, target, where):
@@ -127,6 +136,32 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     return live
 
 
+def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: ObjectNode, path: str) -> bool:
+    """Read the tensors that a stored wrapper was made of into those of a live one; False, and a problem, if none fits.
+
+    See `arrays.parts_of`.
+    """
+    mine, flaw = arrays.parts_of(live), None
+    if mine is None or saved.type != type(live).__name__:
+        flaw = f"a {type(live).__name__} in the state, a {saved.type} in the checkpoint"
+    else:
+        made, was = ({**parts[OUTER], "class": "", "stride": ""} for parts in (mine, saved.state))
+        odd = [key for key in made if made[key] != was.get(key)]
+        if odd or mine.keys() != saved.state.keys():
+            there = (", ".join(brief(parts[key], 200) for key in odd) or "other parts" for parts in (made, was))
+            flaw = "{} of {} in the state, of {} in the checkpoint".format(f"a {saved.type}", *there)
+    if flaw is not None or mine is None:
+        plan.problems.wrong.append(f"{path}: {flaw}")
+        return False
+    fits = True
+    for key, ref in saved.state.items():
+        if isinstance(ref, TensorRef):
+            fits &= plan.read(ref, mine[key], f"{path}/{key}")
+        elif key != OUTER:
+            fits &= match_wrapper(plan, mine[key], ref, f"{path}/{key}")
+    return fits
+
+
 def _renamed(plan: MatchPlan, entries: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     """Return the stored entries of this module by their present names."""
     have = {name[len(prefix) :]: ref for name, ref in plan.moved.items() if name.startswith(prefix)}
@@ -145,6 +180,23 @@ def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
     for name in _without_memory(module):
         why = "still on the meta device: the checkpoint has nothing for it, so it is yours to initialise"
         plan.not_restored.append((prefix + name, why))
+
+
+def _is_loaded(module: nn.Module, key: str) -> bool:
+    """Tell whether a module takes an entry of its ``state_dict`` back, or torch's code would find it unexpected.
+
+    Quantized layers show there how their weights were quantized, and have no code to load it (bitsandbytes, 4 bit).
+    """
+    part, name, inner = module, key, True
+    while inner:
+        base = type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not base or part._load_state_dict_pre_hooks:
+            return True  # its code may take anything
+        first, _, rest = name.partition(".")
+        inner = bool(rest) and part._modules.get(first) is not None
+        if inner:
+            part, name = part._modules[first], rest  # type: ignore[assignment]
+    return name in part._parameters or name in part._buffers or _is_extra(key)
 
 
 def _is_extra(key: str) -> bool:
@@ -231,7 +283,10 @@ def _load_rest(
     wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
     outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
     if unexpected := [key for key in getattr(outcome, "unexpected_keys", ()) if key not in direct]:
-        raise CorruptCheckpointError(f"{type(module).__name__} refused {unexpected[:5]}")
+        raise StateMismatchError(
+            f"{type(module).__name__}.load_state_dict did not take {unexpected[:5]}, which its state_dict gave: let it "
+            "load what it saves, or leave them out with skip="
+        )
 
 
 def _run_hooks(module: nn.Module) -> None:
@@ -511,6 +566,14 @@ def _match_state(
         if target is None:
             if not plan.takes(where):
                 continue
+            if isinstance(item, ObjectNode) and item.kind == "tensor":
+                own = have.get(key)
+                if isinstance(own, torch.Tensor):
+                    match_wrapper(plan, own, item, where)
+                    values[key] = own
+                    continue
+                if (why := arrays.why_not_whole(item.state)) is not None:
+                    plan.problems.wrong.append(f"{where}: {why}")
             if not (isinstance(item, TensorRef) and item.kind == "tensor"):
                 values[key] = plan.fresh(item, where)
                 continue

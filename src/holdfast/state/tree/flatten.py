@@ -366,11 +366,13 @@ class _Walker:
             parameters = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
         params = {f"{name}/{key}" if name else key: param for key, param in parameters.items()}
         names, added = self.flat.names, range(start, len(self.flat.names))
+        # What a parameter wraps is called "parameter/part".
+        owners = {number: params.get(names[number], params.get(names[number].rpartition("/")[0])) for number in added}
         self.flat.frozen.update(
-            number for number in added if names[number] in params and not params[names[number]].requires_grad
+            number for number, owner in owners.items() if owner is not None and not owner.requires_grad
         )
         if self.shared:
-            self.flat.replicated.extend(number for number in added if names[number] in params)
+            self.flat.replicated.extend(number for number, owner in owners.items() if owner is not None)
         return node
 
     # -- tensors
@@ -445,6 +447,8 @@ class _Walker:
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
         if isinstance(value, self.spread):
             node = self._add(self._spread(value, name, path), name)
+        elif (parts := arrays.parts_of(value)) is not None:
+            return self._object(value, "tensor", parts, name, path)
         else:
             arrays.check_tensor(value, f"state{path}")
             node = self._add([(None, value.detach())], name)

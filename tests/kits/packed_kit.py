@@ -1,0 +1,37 @@
+"""A tensor that wraps others, as the quantized weights and optimizer states of torchao do."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Packed(torch.Tensor):
+    """A matrix as 8-bit codes with a scale for each row, in the protocol that torchao's classes keep."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, signed, mode=None):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale, signed, mode=None):
+        self.codes, self.scale, self.signed, self.mode = codes, scale, signed, mode
+
+    @classmethod
+    def of(cls, value, *, signed=True, mode=None):
+        scale = value.detach().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        return cls((value.detach() / scale).round().to(torch.int8), scale, signed, mode)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], (self.signed, [1, 127]) if self.mode is None else (self.signed, self.mode)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"], context[0])
+
+    def plain(self):
+        return self.codes * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].signed, args[0].mode)
+        raise NotImplementedError(operation)
