@@ -32,6 +32,6 @@ class Packed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
-        if operation is torch.ops.aten.detach.default:
+        if operation in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             return cls(args[0].codes, args[0].scale, args[0].signed, args[0].mode)
         raise NotImplementedError(operation)

@@ -4,11 +4,15 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
+from mesh_kit import Layout, load_ranks, save_ranks
 from packed_kit import Packed
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import holdfast as hf
 from holdfast.interop.arithmetic import average
+from holdfast.state.load.restore import load_state
 
 
 class Mode:
@@ -218,3 +222,52 @@ def test_what_a_layer_shows_and_cannot_load_has_to_be_the_same(tmp_path):
     with pytest.raises(hf.StateMismatchError, match=r"model/0\.codes\.scale: the module has no code to load it"):
         hf.load(tmp_path / "one", {"model": other})
     assert not other[0].codes.any()
+
+
+def spread(weight):
+    """Spread a parameter over the rows of a mesh of all ranks; with what its optimizer keeps for it in 8 bits."""
+    param = nn.Parameter(Layout((dist.get_world_size(),), (0,)).shard(weight))
+    sizes = {"shape": weight.shape, "stride": weight.stride()}
+    kept = DTensor.from_local(
+        Packed.of(param.to_local() / 2), param.device_mesh, param.placements, run_check=False, **sizes
+    )
+    return {"weight": param, "optimizer": Compact([param])}, kept
+
+
+def of_ranks(weight, *, with_state=True):
+    """Return what makes the state of a rank."""
+
+    def make(_rank):
+        state, kept = spread(weight)
+        if with_state:
+            state["optimizer"].state[state["weight"]] = {"momentum": kept}
+        return state
+
+    return make
+
+
+@pytest.mark.parametrize("with_state", [False, True], ids=["new", "after a step"])
+def test_what_ranks_hold_of_an_8_bit_state_comes_back_to_each(with_state):
+    """Sharded as its parameter is, by FSDP2: each rank has stored its codes, and gets them again."""
+    weight = torch.randn(6, 8)
+    storage = save_ranks(2, of_ranks(weight))
+
+    def check(rank, state):
+        kept = state["optimizer"].state[state["weight"]]["momentum"]
+        mine = weight[3 * rank : 3 * rank + 3]
+        assert type(kept) is DTensor
+        assert kept.shape == (6, 8)
+        assert torch.equal(state["weight"].to_local(), mine)
+        assert same(kept.to_local(), Packed.of(mine / 2))
+
+    load_ranks(storage, 2, of_ranks(torch.ones(6, 8), with_state=with_state), check)
+
+
+def test_what_ranks_hold_of_an_8_bit_state_fits_as_many_ranks():
+    """Codes with a scale for each row or block cannot be cut anew: another number of ranks is refused, by name."""
+    storage = save_ranks(2, of_ranks(torch.randn(6, 8)))
+    with pytest.raises(hf.StateMismatchError, match=r"each rank has stored what it held: it fits 2 ranks"):
+        load_ranks(storage, 3, of_ranks(torch.ones(6, 8), with_state=False), None)
+    weight = nn.Parameter(torch.ones(6, 8))
+    with pytest.raises(hf.StateMismatchError, match=r"each rank has stored what it held: it fits 2 ranks"):
+        load_state(storage, {"weight": weight, "optimizer": Compact([weight])})

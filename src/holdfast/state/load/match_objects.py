@@ -33,14 +33,15 @@ from ..tree.objects import (
     live_names,
     renamed,
     shared_names,
+    spread_as,
     state_device,
     unwrap,
 )
-from ..tree.values import ObjectNode, TensorRef
+from ..tree.values import ObjectNode, PerRankNode, TensorRef
 from .match_plan import MatchPlan, kind_of
 from .selection import covers, of_one_name_each
 
-__all__ = ["match_module", "match_optimizer", "match_wrapper"]
+__all__ = ["match_module", "match_optimizer", "match_wrapper", "own_part"]
 
 _LOG = get_logger("state")
 _NO_SHAPE = "a lazy module in the state has given it no shape yet: run one batch through the module before the load"
@@ -81,8 +82,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         ref = have.pop(name)
         if not plan.takes(where):
             continue
-        if isinstance(ref, ObjectNode) and ref.kind == "tensor" and key in named and in_place:
-            if match_wrapper(plan, named[key], ref, where):
+        if in_place and key in named and (part := own_part(plan, named[key], ref, where)) is not None:
+            if match_wrapper(plan, local_tensor(named[key]), part, where):
                 direct[key] = named[key]
             continue
         # Extra state may have another size each time: no shape to compare.
@@ -134,6 +135,32 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     if copies or direct:
         plan.restored.append(path)
     return live
+
+
+def own_part(plan: MatchPlan, live: torch.Tensor, saved: Any, path: str) -> ObjectNode | None:
+    """Return the parts of a stored tensor that wraps others; None if it is none.
+
+    Of one that is spread over ranks each rank has stored what it held, which fits as many ranks in the same layout.
+
+    Args:
+        plan: of the load.
+        live: the tensor that gets them, or, for new state of an optimizer, its parameter.
+        saved: what is stored.
+        path: of both.
+    """
+    part: object = saved
+    if isinstance(saved, PerRankNode) and not saved.rng:
+        part = (plan.stored.per_rank or {}).get(saved.key)
+    if not (isinstance(part, ObjectNode) and part.kind == "tensor"):
+        return None
+    if saved is not part:
+        moved = plan.stored.resized is not None or plan.stored.borrowed or not is_spread(live)
+        if moved or list(local_tensor(live).shape) != part.state[OUTER]["size"]:
+            plan.problems.wrong.append(
+                f"{path}: a {part.type} of which each rank has stored what it held: it fits "
+                f"{plan.stored.manifest.world_size} ranks in the same layout, as have saved"
+            )
+    return part
 
 
 def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: ObjectNode, path: str) -> bool:
@@ -407,7 +434,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
                     plan.problems.wrong.append(f"{where}: {flaw}")
                     continue
                 new = partial(_new_state, plan, group, param, saved.spread)
-                fresh[param] = _match_state(plan, have, mine, state, where, new)
+                fresh[param] = _match_state(plan, param, have, mine, state, where, new)
             elif not is_wanted:
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, where):
@@ -424,6 +451,8 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         for param, values in fresh.items():
             device = param.device
             filled = {key: _move(plan.filled(value), key, device) for key, value in values.items()}
+            if is_spread(param):
+                filled = {key: spread_as(param, value) for key, value in filled.items()}
             if filled:
                 live.state[param] = filled
             else:
@@ -540,6 +569,7 @@ def _in_place(plan: MatchPlan, have: Mapping[Any, Any], saved: Mapping[Any, Any]
 
 def _match_state(
     plan: MatchPlan,
+    param: torch.Tensor,
     have: Mapping[Any, Any],
     mine: Mapping[Any, torch.Tensor],
     saved: Mapping[Any, Any],
@@ -550,6 +580,7 @@ def _match_state(
 
     Args:
         plan: of the load.
+        param: the parameter; for what belongs to none, the first one.
         have: the live state.
         mine: those of its tensors that are read in place, as `_in_place` finds them.
         saved: the stored state.
@@ -566,16 +597,16 @@ def _match_state(
         if target is None:
             if not plan.takes(where):
                 continue
-            if isinstance(item, ObjectNode) and item.kind == "tensor":
-                own = have.get(key)
-                if isinstance(own, torch.Tensor):
-                    match_wrapper(plan, own, item, where)
-                    values[key] = own
-                    continue
-                if (why := arrays.why_not_whole(item.state)) is not None:
-                    plan.problems.wrong.append(f"{where}: {why}")
+            own = have.get(key)
+            part = own_part(plan, own if isinstance(own, torch.Tensor) else param, item, where)
+            if part is not None and isinstance(own, torch.Tensor):
+                match_wrapper(plan, local_tensor(own), part, where)
+                values[key] = own
+                continue
+            if part is not None and (why := arrays.why_not_whole(part.state)) is not None:
+                plan.problems.wrong.append(f"{where}: {why}")
             if not (isinstance(item, TensorRef) and item.kind == "tensor"):
-                values[key] = plan.fresh(item, where)
+                values[key] = plan.fresh(part or item, where)
                 continue
             entry = plan.stored.entry(item.name)
             target = new(key, item.name, entry, arrays.dtype_of(entry.dtype))
@@ -645,7 +676,7 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
         home = plan.home_of(first) if entry.shape else torch.device("cpu")  # torch keeps counters there, too
         return torch.empty(entry.shape, dtype=dtype, device=home)
 
-    return _match_state(plan, have, _in_place(plan, have, saved, path), saved, path, new)
+    return _match_state(plan, first, have, _in_place(plan, have, saved, path), saved, path, new)
 
 
 def _first(optimizer: Optimizer) -> torch.Tensor:
