@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class Packed(torch.Tensor):
@@ -35,3 +36,27 @@ class Packed(torch.Tensor):
         if operation in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             return cls(args[0].codes, args[0].scale, args[0].signed, args[0].mode)
         raise NotImplementedError(operation)
+
+
+class Compact(torch.optim.Optimizer):
+    """Momentum that is kept as 8-bit codes, of a sharded parameter as a sharded tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept, grad = self.state[param], _local(param.grad)
+                before = _local(kept["momentum"]).plain() if kept else torch.zeros_like(grad)
+                made = Packed.of(before * 0.9 + grad)
+                _local(param).sub_(made.plain(), alpha=group["lr"])
+                if isinstance(param, DTensor):
+                    sizes = {"shape": param.shape, "stride": param.stride()}
+                    made = DTensor.from_local(made, param.device_mesh, param.placements, run_check=False, **sizes)
+                kept["momentum"] = made
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

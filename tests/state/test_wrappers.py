@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mesh_kit import Layout, load_ranks, save_ranks
-from packed_kit import Packed
+from packed_kit import Compact, Packed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,22 +33,6 @@ class Base(nn.Module):
         torch.manual_seed(seed)
         self.frozen = nn.Parameter(Packed.of(torch.randn(4, 8), **options), requires_grad=False)
         self.trained = nn.Linear(8, 4)
-
-
-class Compact(torch.optim.Optimizer):
-    """Momentum that is kept as 8-bit codes."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                kept = self.state[param]
-                before = kept["momentum"].plain() if kept else torch.zeros_like(param)
-                kept["momentum"] = Packed.of(before * 0.9 + param.grad)
-                param.sub_(kept["momentum"].plain(), alpha=group["lr"])
 
 
 @contextlib.contextmanager
