@@ -55,7 +55,7 @@ class Compact(torch.optim.Optimizer):
                 if isinstance(param, DTensor):
                     sizes = {"shape": param.shape, "stride": param.stride()}
                     made = DTensor.from_local(made, param.device_mesh, param.placements, run_check=False, **sizes)
-                kept["momentum"] = made
+                kept.update(momentum=made, step=kept.get("step", torch.zeros(())) + 1)
 
 
 def _local(tensor):
