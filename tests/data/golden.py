@@ -3,7 +3,8 @@
 A released format version gets its own folder, made once with the release that introduced it and never again:
 ``python tests/data/golden.py 1.0``. It has to load for ever. What was added to a version has a folder, too:
 ``1.0-other_state`` has what an optimizer keeps under keys that are no parameters; ``1.0-ranks`` what each of two ranks
-stores of its own without being asked (``torchrun --nproc-per-node 2 tests/data/golden.py 1.0-ranks``).
+stores of its own without being asked (``torchrun --nproc-per-node 2 tests/data/golden.py 1.0-ranks``); ``1.0-parts`` a
+tensor that wraps others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 import holdfast as hf
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "kits"))
+from packed_kit import Packed  # noqa: E402
 
 
 class Tied(torch.nn.Module):
@@ -64,8 +67,10 @@ def state(version: str, rank: int = 0) -> dict[str, Any]:
     if version == "1.0-ranks":
         nested = {"a/b": {1: rank}, "same": "text", "weight": torch.zeros(1)}
         of_ranks = {"position": 10 * rank, "nested": nested, "average": Average(rank + 0.5)}
-    elif version != "1.0":
+    elif version == "1.0-other_state":
         optimizer.state.update({"k": 3, ("layer", 4): {"factors": [torch.arange(2.0)]}})
+    if version == "1.0-parts":
+        of_ranks["packed"] = Packed.of(torch.arange(1.0, 9.0).view(2, 4))
     point = collections.namedtuple("point", ["x", "y"])
     return {
         "model": model,

@@ -61,6 +61,16 @@ def test_golden_checkpoint_restores_objects(version: str) -> None:
         assert_state_equal(others, kept_beside)
 
 
+def test_golden_checkpoint_with_a_tensor_in_parts() -> None:
+    """A tensor that wraps others is one of its class again, and is read into a live one."""
+    expected, loaded = golden.state("1.0-parts")["packed"], hf.load(DATA / "1.0-parts", only="packed")["packed"]
+    live = type(expected).of(torch.ones(2, 4))
+    hf.load(DATA / "1.0-parts", {"packed": live}, only="packed")
+    for one in (loaded, live):
+        assert type(one) is type(expected)
+        assert_state_equal([one.codes, one.scale], [expected.codes, expected.scale])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_golden_checkpoint_of_two_ranks_gives_each_its_own(rank: int) -> None:
     """Plain data and small objects that differ between the ranks, deep in a container too."""

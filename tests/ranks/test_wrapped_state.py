@@ -21,3 +21,10 @@ def test_what_an_object_gives_on_rank_0_alone_comes_back_on_all(ranks, tmp_path)
     whole = ranks.checked(f"{CASES}:zero", str(tmp_path / "whole"), 4)
     ranks.checked(f"{CASES}:zero", str(tmp_path / "parts"), 2)
     assert ranks.checked(f"{CASES}:zero", str(tmp_path / "parts"), 4) == whole
+
+
+def test_an_8_bit_optimizer_under_fsdp2_goes_on_exactly(ranks, tmp_path):
+    """Its state is a sharded tensor that wraps others: each rank stores what it holds."""
+    whole = ranks.checked(f"{CASES}:eight_bit", str(tmp_path / "whole"), 5)
+    ranks.checked(f"{CASES}:eight_bit", str(tmp_path / "parts"), 2)
+    assert ranks.checked(f"{CASES}:eight_bit", str(tmp_path / "parts"), 5) == whole

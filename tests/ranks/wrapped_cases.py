@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packed_kit import Compact
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,6 +56,22 @@ def train(root: str, layout: str) -> dict[str, Any]:
         app.optimizer.step()
         ck.step()
     return {"begun": begun, "ended": app.whole()}
+
+
+def eight_bit(root: str, until: int) -> list[float]:
+    """Train a sharded model by an optimizer that keeps its state in 8 bits; the weights at the end."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 8, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Compact(model.parameters())
+    with hf.Checkpointer(root, {"model": model, "optimizer": optimizer}, every=2) as ck:
+        while ck.global_step < until:
+            optimizer.zero_grad()
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * ck.global_step + dist.get_rank()))
+            model(x).square().sum().backward()
+            optimizer.step()
+            ck.step()
+    return model.weight.full_tensor().flatten().tolist()
 
 
 class Gathered:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .index_group import IndexGroup
 
 __all__ = [
-    "MAX_JSON", "ContentsReader", "TensorList", "check_node", "check_object", "check_parts", "check_there",
+    "MAX_JSON", "OUTER", "ContentsReader", "TensorList", "check_node", "check_object", "check_parts", "check_there",
     "check_whole", "in_boxes", "merged", "unite",
 ]  # fmt: skip
 
@@ -455,6 +455,9 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+OUTER = "__tensor__"
+"""Key under which an object of kind "tensor" has what makes it beside its tensors: class, size, stride, context."""
+
 _TENSOR_KINDS = ("tensor", "array", "parameter")
 _NODES = frozenset({"tensor", "tensors", "object", "per_rank", "rng", "torch"})
 _ARRAY_DTYPE = re.compile(r"[<>|=][a-zA-Z]\d*(?:\[\d*[A-Za-z]+\])?")
@@ -517,6 +520,11 @@ def check_object(kind: str, state: Any) -> None:
     if kind == "metric":
         if not (isinstance(state, Mapping) and all(isinstance(value, Mapping) for value in state.values())):
             raise ValueError("the state of a metric is no mapping of mappings")
+    elif kind == "tensor":
+        outer = state.get(OUTER) if isinstance(state, Mapping) else None
+        sizes = (outer.get("size"), outer.get("stride")) if isinstance(outer, Mapping) else (None,)
+        if not all(map(_are_sizes, sizes)) or not all(type(outer.get(key)) is str for key in ("class", "text")):  # type: ignore[union-attr]
+            raise ValueError("the state of a tensor that wraps others says not what it is")
     elif kind == "optimizer":
         mapping = state if isinstance(state, Mapping) else {}
         states, groups = mapping.get("state"), mapping.get("param_groups")

@@ -18,6 +18,7 @@ import torch
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, StateMismatchError, StoragePermissionError
+from holdfast.format.contents import OUTER
 from holdfast.run.names import check_free
 from holdfast.state.load.selection import Selection
 from holdfast.state.tree import arrays
@@ -257,6 +258,11 @@ def _selected(contents: CheckpointContents, only: Sequence[str] | None) -> tuple
     chosen = list(only) if only is not None else _models(contents)
     selection = Selection(chosen)
     selection.check(contents.leaves)
+    if outer := [path for path in contents.leaves if f"/{OUTER}" in path and selection.takes(path)]:
+        raise ConfigError(
+            f"{contents.checkpoint.uri}: {outer[0].partition(f'/{OUTER}')[0]} is stored in parts (codes and scales of "
+            "quantized weights), and the average of each is none of the whole: choose without it (only=, --only)"
+        )
     tree = _pruned(contents.tree, "", selection)
     kept = {path.partition("/")[0] for path in contents.leaves if selection.takes(path)}
     items = dict.fromkeys(path.partition("/")[0] for path in contents.leaves)

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from holdfast._log import get_logger
 from holdfast._outgoing import brief
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import StateMismatchError
+from holdfast.format.contents import OUTER
 from holdfast.format.index import TensorEntry
 
 from ..tree import arrays
@@ -32,14 +33,15 @@ from ..tree.objects import (
     live_names,
     renamed,
     shared_names,
+    spread_as,
     state_device,
     unwrap,
 )
-from ..tree.values import ObjectNode, TensorRef
+from ..tree.values import ObjectNode, PerRankNode, TensorRef
 from .match_plan import MatchPlan, kind_of
 from .selection import covers, of_one_name_each
 
-__all__ = ["match_module", "match_optimizer"]
+__all__ = ["match_module", "match_optimizer", "match_wrapper", "own_part"]
 
 _LOG = get_logger("state")
 _NO_SHAPE = "a lazy module in the state has given it no shape yet: run one batch through the module before the load"
@@ -62,7 +64,9 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
-    owned = [*module.parameters(), *module.buffers()]
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    owned = [*named.values()]
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
     memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
@@ -78,6 +82,10 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         ref = have.pop(name)
         if not plan.takes(where):
             continue
+        if in_place and key in named and (part := own_part(plan, named[key], ref, where)) is not None:
+            if match_wrapper(plan, local_tensor(named[key]), part, where):
+                direct[key] = named[key]
+            continue
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = plan.fresh(ref, where)
@@ -89,6 +97,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         elif in_place and memory is not None and local.is_meta and (made := memory.make(key)) is not None:
             if plan.read(ref, made, where):
                 direct[key] = made
+        elif in_place and not _is_loaded(module, key):
+            plan.fixed.append((where, value, ref))
         else:
             target = torch.empty_like(value, device=plan.home_of(value))
             if plan.read(ref, target, where):
@@ -127,6 +137,58 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     return live
 
 
+def own_part(plan: MatchPlan, live: torch.Tensor, saved: Any, path: str) -> ObjectNode | None:
+    """Return the parts of a stored tensor that wraps others; None if it is none.
+
+    Of one that is spread over ranks each rank has stored what it held, which fits as many ranks in the same layout.
+
+    Args:
+        plan: of the load.
+        live: the tensor that gets them, or, for new state of an optimizer, its parameter.
+        saved: what is stored.
+        path: of both.
+    """
+    part: object = saved
+    if isinstance(saved, PerRankNode) and not saved.rng:
+        part = (plan.stored.per_rank or {}).get(saved.key)
+    if not (isinstance(part, ObjectNode) and part.kind == "tensor"):
+        return None
+    if saved is not part:
+        moved = plan.stored.resized is not None or plan.stored.borrowed or not is_spread(live)
+        if moved or list(local_tensor(live).shape) != part.state[OUTER]["size"]:
+            plan.problems.wrong.append(
+                f"{path}: a {part.type} of which each rank has stored what it held: it fits "
+                f"{plan.stored.manifest.world_size} ranks in the same layout, as have saved"
+            )
+    return part
+
+
+def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: ObjectNode, path: str) -> bool:
+    """Read the tensors that a stored wrapper was made of into those of a live one; False, and a problem, if none fits.
+
+    See `arrays.parts_of`.
+    """
+    mine, flaw = arrays.parts_of(live), None
+    if mine is None or saved.type != type(live).__name__:
+        flaw = f"a {type(live).__name__} in the state, a {saved.type} in the checkpoint"
+    else:
+        made, was = ({**parts[OUTER], "class": "", "stride": ""} for parts in (mine, saved.state))
+        odd = [key for key in made if made[key] != was.get(key)]
+        if odd or mine.keys() != saved.state.keys():
+            there = (", ".join(brief(parts[key], 200) for key in odd) or "other parts" for parts in (made, was))
+            flaw = "{} of {} in the state, of {} in the checkpoint".format(f"a {saved.type}", *there)
+    if flaw is not None or mine is None:
+        plan.problems.wrong.append(f"{path}: {flaw}")
+        return False
+    fits = True
+    for key, ref in saved.state.items():
+        if isinstance(ref, TensorRef):
+            fits &= plan.read(ref, mine[key], f"{path}/{key}")
+        elif key != OUTER:
+            fits &= match_wrapper(plan, mine[key], ref, f"{path}/{key}")
+    return fits
+
+
 def _renamed(plan: MatchPlan, entries: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     """Return the stored entries of this module by their present names."""
     have = {name[len(prefix) :]: ref for name, ref in plan.moved.items() if name.startswith(prefix)}
@@ -145,6 +207,23 @@ def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
     for name in _without_memory(module):
         why = "still on the meta device: the checkpoint has nothing for it, so it is yours to initialise"
         plan.not_restored.append((prefix + name, why))
+
+
+def _is_loaded(module: nn.Module, key: str) -> bool:
+    """Tell whether a module takes an entry of its ``state_dict`` back, or torch's code would find it unexpected.
+
+    Quantized layers show there how their weights were quantized, and have no code to load it (bitsandbytes, 4 bit).
+    """
+    part, name, inner = module, key, True
+    while inner:
+        base = type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        if not base or part._load_state_dict_pre_hooks:
+            return True  # its code may take anything
+        first, _, rest = name.partition(".")
+        inner = bool(rest) and part._modules.get(first) is not None
+        if inner:
+            part, name = part._modules[first], rest  # type: ignore[assignment]
+    return name in part._parameters or name in part._buffers or _is_extra(key)
 
 
 def _is_extra(key: str) -> bool:
@@ -231,7 +310,10 @@ def _load_rest(
     wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
     outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
     if unexpected := [key for key in getattr(outcome, "unexpected_keys", ()) if key not in direct]:
-        raise CorruptCheckpointError(f"{type(module).__name__} refused {unexpected[:5]}")
+        raise StateMismatchError(
+            f"{type(module).__name__}.load_state_dict did not take {unexpected[:5]}, which its state_dict gave: let it "
+            "load what it saves, or leave them out with skip="
+        )
 
 
 def _run_hooks(module: nn.Module) -> None:
@@ -352,7 +434,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
                     plan.problems.wrong.append(f"{where}: {flaw}")
                     continue
                 new = partial(_new_state, plan, group, param, saved.spread)
-                fresh[param] = _match_state(plan, have, mine, state, where, new)
+                fresh[param] = _match_state(plan, param, have, mine, state, where, new)
             elif not is_wanted:
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, where):
@@ -369,6 +451,8 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         for param, values in fresh.items():
             device = param.device
             filled = {key: _move(plan.filled(value), key, device) for key, value in values.items()}
+            if is_spread(param):
+                filled = {key: spread_as(param, value) for key, value in filled.items()}
             if filled:
                 live.state[param] = filled
             else:
@@ -485,6 +569,7 @@ def _in_place(plan: MatchPlan, have: Mapping[Any, Any], saved: Mapping[Any, Any]
 
 def _match_state(
     plan: MatchPlan,
+    param: torch.Tensor,
     have: Mapping[Any, Any],
     mine: Mapping[Any, torch.Tensor],
     saved: Mapping[Any, Any],
@@ -495,6 +580,7 @@ def _match_state(
 
     Args:
         plan: of the load.
+        param: the parameter; for what belongs to none, the first one.
         have: the live state.
         mine: those of its tensors that are read in place, as `_in_place` finds them.
         saved: the stored state.
@@ -511,8 +597,16 @@ def _match_state(
         if target is None:
             if not plan.takes(where):
                 continue
+            own = have.get(key)
+            part = own_part(plan, own if isinstance(own, torch.Tensor) else param, item, where)
+            if part is not None and isinstance(own, torch.Tensor):
+                match_wrapper(plan, local_tensor(own), part, where)
+                values[key] = own
+                continue
+            if part is not None and (why := arrays.why_not_whole(part.state)) is not None:
+                plan.problems.wrong.append(f"{where}: {why}")
             if not (isinstance(item, TensorRef) and item.kind == "tensor"):
-                values[key] = plan.fresh(item, where)
+                values[key] = plan.fresh(part or item, where)
                 continue
             entry = plan.stored.entry(item.name)
             target = new(key, item.name, entry, arrays.dtype_of(entry.dtype))
@@ -582,7 +676,7 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
         home = plan.home_of(first) if entry.shape else torch.device("cpu")  # torch keeps counters there, too
         return torch.empty(entry.shape, dtype=dtype, device=home)
 
-    return _match_state(plan, have, _in_place(plan, have, saved, path), saved, path, new)
+    return _match_state(plan, first, have, _in_place(plan, have, saved, path), saved, path, new)
 
 
 def _first(optimizer: Optimizer) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..tree import arrays, rng
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef, fill
 from .selection import Selection, covers
 from .stored import Stored
-from .targets import Targets
+from .targets import ReadRequest, Targets
 
 __all__ = [
     "MatchPlan", "Problems", "derive_generators", "kind_of", "match_per_rank", "match_rng", "note_apart",
@@ -61,6 +61,7 @@ class MatchPlan(ABC):
         targets: the reads.
         actions: calls to make after the reading, in order; `handovers` come after them.
         last: calls to make at the very end (generators).
+        fixed: (path, live, stored) of tensors that nothing can load: they have to be alike (`other_values`).
         problems: entries that do not fit.
         restored: paths of entries that will be restored.
         not_restored: (path, why) of entries that will not.
@@ -88,6 +89,7 @@ class MatchPlan(ABC):
         self._asked: dict[str, tuple[Any, Any]] = {}  # objects by path, with what their `state_dict` gave
         self._handovers: list[tuple[str, list[Callable[[], object]]]] = []
         self.last: list[Callable[[], None]] = []
+        self.fixed: list[tuple[str, torch.Tensor, TensorRef]] = []
         self.problems = Problems()
         self.restored: list[str] = []
         self.not_restored: list[tuple[str, str]] = []
@@ -140,10 +142,31 @@ class MatchPlan(ABC):
 
     def read(self, ref: TensorRef, live: torch.Tensor, path: str) -> bool:
         """Plan to read a stored tensor into a live tensor; False (and a problem) if they do not fit."""
-        problem = self.targets.add(ref.name, live)
+        if type(live) not in arrays.PLAIN and not arrays.is_spread(live) and arrays.parts_of(live) is not None:
+            problem: str | None = f"a {type(live).__name__} in the state, {kind_of(ref)} in the checkpoint"
+        else:
+            problem = self.targets.add(ref.name, live)
         if problem is not None:
             self.problems.wrong.append(f"{path}: {problem}")
         return problem is None
+
+    def other_values(self, read: Callable[[Sequence[ReadRequest]], object]) -> list[str]:
+        """Read what is `fixed`, and return a problem for each tensor that has other values in the checkpoint."""
+        if not self.fixed:
+            return []
+        apart = Targets(self.stored, None)
+        dtypes = (arrays.dtype_of(self.stored.entry(ref.name).dtype) for _, _, ref in self.fixed)
+        values = [
+            apart.fresh(ref.name, dtype=dtype, device=torch.device("cpu"))
+            for (_, _, ref), dtype in zip(self.fixed, dtypes, strict=True)
+        ]
+        read(apart.requests)
+        return [
+            f"{path}: the module has no code to load it, and the checkpoint has another value: make the module of the "
+            "same weights, in the same way"
+            for (path, live, _), value in zip(self.fixed, values, strict=True)
+            if not _has_same_bits(live.cpu(), value)
+        ]
 
     def home_of(self, tensor: torch.Tensor) -> torch.device:
         """Return the device of a tensor; without memory, the device of its mesh, else ``device``."""
@@ -159,7 +182,8 @@ class MatchPlan(ABC):
                 entry = self.stored.entry(ref.name)  # first: it may read the index that has its tie
                 source = self.stored.aliases.get(ref.name, ref.name)
                 if source not in self._fresh:
-                    dtype = self.targets.dtype(entry.dtype)
+                    own = ref.kind == "part"
+                    dtype = arrays.dtype_of(entry.dtype) if own else self.targets.dtype(entry.dtype)
                     self._fresh[source] = self.targets.fresh(source, dtype=dtype, device=torch.device("cpu"))
                 ref.value = self._fresh[source]
         return saved

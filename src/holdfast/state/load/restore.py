@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
@@ -127,7 +128,9 @@ def load_state(
                 selection.check(paths(stored))
             if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
                 matcher.problems.unexpected.remove(bookkeeping)
-            clashes = matcher.targets.clashes(lambda requests: _read_apart(stored, requests, verify=verify))
+            read_apart = partial(_read_apart, stored, verify=verify)
+            matcher.problems.wrong += matcher.other_values(read_apart)
+            clashes = matcher.targets.clashes(read_apart)
             matcher.problems.wrong += [f"{selection.renamed(name)}: {why}" for name, why in clashes]
             requests = matcher.targets.requests
             others.take(matcher)
@@ -249,7 +252,7 @@ def _plan_fresh(
             entry = stored.entry(ref.name)
             own = targets.dtype(entry.dtype)
             # Without dimensions it may be an optimizer's counter of steps: bfloat16 cannot count beyond 256.
-            casts = own.is_floating_point and ref.kind != "array" and bool(entry.shape)
+            casts = own.is_floating_point and ref.kind not in ("array", "part") and bool(entry.shape)
             cast = dtype if dtype is not None and casts else own
             home = torch.device("cpu") if ref.kind == "array" or device is None else device
             by_tensor[original] = targets.fresh(original, dtype=cast, device=home)

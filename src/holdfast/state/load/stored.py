@@ -299,6 +299,10 @@ def _node(
     if tag == "object":
         state = decode(node["state"], partial(_node, where, refs, keys, generators), where=where)
         check_object(node["kind"], state)
+        if node["kind"] == "tensor":
+            for ref in state.values():
+                if isinstance(ref, TensorRef):
+                    ref.kind = "part"  # what it is a part of is not made of another dtype
         return ObjectNode(node["type"], node["kind"], state, node.get("spread", {}))
     if tag in ("per_rank", "rng"):
         if keys is not None:

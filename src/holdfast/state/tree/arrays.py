@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
+from holdfast.format.contents import OUTER
 from holdfast.format.tensor_file import item_size
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -84,6 +85,80 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
     else:
         advice = "save a plain tensor made from it, or give the object that owns it a state_dict()"
     raise UnsupportedStateError(f"{path}: {type(tensor).__name__} cannot be saved: {advice}")
+
+
+def parts_of(tensor: torch.Tensor) -> dict[str, Any] | None:
+    """Return the tensors that a tensor of a class of others wraps, by name, and under `OUTER` what else makes it.
+
+    Quantized weights and the state of 8-bit optimizers are such tensors (torchao). They say themselves what they are
+    made of, by ``__tensor_flatten__`` (the protocol of torch for "traceable wrapper subclasses").
+
+    Returns:
+        None for a tensor that has memory of its own, or whose class cannot be put together again.
+    """
+    kind = type(tensor)
+    if kind in PLAIN or not (hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")):
+        return None
+    if tensor.is_nested or tensor.is_meta:
+        return None
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    outer = {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "size": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "text": "" if _is_plain(context) or " at 0x" in repr(context) else repr(context),
+        "context": context if _is_plain(context) else None,
+    }
+    return {**{name: getattr(tensor, name) for name in names}, OUTER: outer}
+
+
+def _is_plain(context: Any) -> bool:
+    if isinstance(context, (list, tuple)) and type(context) in (list, tuple, torch.Size):
+        return all(map(_is_plain, context))
+    if type(context) is dict:
+        return all(type(key) is str and _is_plain(value) for key, value in context.items())
+    return type(context) in (int, float, str, bool, type(None), torch.dtype, torch.device)
+
+
+def whole_of(state: Mapping[str, Any]) -> Any:
+    """Put together what `parts_of` took apart, once its tensors are there; the parts where that cannot be done here.
+
+    Raises:
+        CorruptCheckpointError: its class does not accept them.
+    """
+    if why_not_whole(state) is not None:
+        return dict(state)
+    outer, inner = state[OUTER], {name: value for name, value in state.items() if name != OUTER}
+    try:
+        return _imported(outer["class"]).__tensor_unflatten__(
+            inner, outer["context"], torch.Size(outer["size"]), tuple(outer["stride"])
+        )
+    except Exception as error:
+        raise CorruptCheckpointError(f"a stored {outer['class']} cannot be made of its parts: {error}") from error
+
+
+def why_not_whole(state: Mapping[str, Any]) -> str | None:
+    """Say why a tensor that was taken apart cannot be made anew here; None if it can.
+
+    Nothing is imported for it: its class has to be one of those that the program uses.
+    """
+    outer = state[OUTER]
+    if outer["text"]:
+        return f"a {outer['class']} can be loaded into a live one alone: make one before the load"
+    if _imported(outer["class"]) is None:
+        return f"a {outer['class']} is stored, and no such class is imported: import it before the load"
+    return None
+
+
+def _imported(name: str, base: type = torch.Tensor) -> Any:
+    """Return the subclass of tensors of this name; None if there is none in this process."""
+    kinds: list[type] = type.__subclasses__(base)
+    for kind in kinds:
+        if hasattr(kind, "__tensor_unflatten__") and f"{kind.__module__}.{kind.__qualname__}" == name:
+            return kind
+        if (found := _imported(name, kind)) is not None:
+            return found
+    return None
 
 
 def encode_torch_value(value: Any) -> dict[str, Any] | None:

@@ -245,9 +245,7 @@ class _Walker:
             self.flat.per_rank[key] = {"rng": self._own(rng.capture(), key, path)}
             return {"$": "rng", "key": key}
         if isinstance(value, PerRank):
-            key = self._key(name, path)
-            self.flat.per_rank[key] = self._own(value.value, key, path)
-            return {"$": "per_rank", "key": key}
+            return self._per_rank(value.value, name, path)
         if (plain := arrays.encode_torch_value(value)) is not None:
             if self.shared and isinstance(value, torch.Generator):
                 # Beside the one of rank 0, which is all that a reader needs that does not know of the others.
@@ -267,6 +265,11 @@ class _Walker:
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             return self._object(value, "object", objects.state_of(value, self.asked, name), name, path)
         return NotImplemented
+
+    def _per_rank(self, value: Any, name: str, path: str) -> dict[str, Any]:
+        key = self._key(name, path)
+        self.flat.per_rank[key] = self._own(value, key, path)
+        return {"$": "per_rank", "key": key}
 
     def _key(self, name: str, path: str) -> str:
         """Return the key of a value of each rank: its name, or its path if the name may be that of another value.
@@ -366,11 +369,13 @@ class _Walker:
             parameters = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
         params = {f"{name}/{key}" if name else key: param for key, param in parameters.items()}
         names, added = self.flat.names, range(start, len(self.flat.names))
+        # What a parameter wraps is called "parameter/part".
+        owners = {number: params.get(names[number], params.get(names[number].rpartition("/")[0])) for number in added}
         self.flat.frozen.update(
-            number for number in added if names[number] in params and not params[names[number]].requires_grad
+            number for number, owner in owners.items() if owner is not None and not owner.requires_grad
         )
         if self.shared:
-            self.flat.replicated.extend(number for number in added if names[number] in params)
+            self.flat.replicated.extend(number for number, owner in owners.items() if owner is not None)
         return node
 
     # -- tensors
@@ -444,7 +449,11 @@ class _Walker:
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
         if isinstance(value, self.spread):
+            if not self.owned and arrays.parts_of(local := arrays.local_tensor(value)) is not None:
+                return self._per_rank(local, name, path)  # its codes are cut as the rank holds them: no boxes
             node = self._add(self._spread(value, name, path), name)
+        elif (parts := arrays.parts_of(value)) is not None:
+            return self._object(value, "tensor", parts, name, path)
         else:
             arrays.check_tensor(value, f"state{path}")
             node = self._add([(None, value.detach())], name)
@@ -485,7 +494,7 @@ class _Walker:
             held[rows.start : rows.stop] = b"\1" * len(rows)
         for number in (*self.flat.own, *regions, *self.flat.whole):
             held[number] = 1
-        self.flat.replicated = sorted({*self.flat.replicated, *self.flat.whole})
+        self.flat.replicated = sorted({*self.flat.replicated, *self.flat.whole}.difference(self.flat.own))
         self.flat.optimized.difference_update(self.flat.names[number] for number in self.flat.whole)
         self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
         if self.flat.loose or self.flat.alone:  # seldom, and this is done at each save

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedStateError
 
-from .arrays import reshard
+from .arrays import is_spread, parts_of, reshard
 from .values import PerRank
 
 # Prefixes no user would choose: removed wherever they occur.
@@ -319,6 +319,15 @@ def empty_beside(
     placements = [Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in layout]
     made: torch.Tensor = kinds.empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
     return made
+
+
+def spread_as(param: Any, value: Any) -> Any:
+    """Spread what this rank holds of a tensor that wraps others as a parameter is spread; all else stays as it is."""
+    if not isinstance(value, torch.Tensor) or is_spread(value) or parts_of(value) is None:
+        return value
+    kind = _tensor_package().DTensor
+    mesh, placements = param.device_mesh, param.placements
+    return kind.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def state_device(key: str, group: dict[str, Any], param: torch.Tensor) -> torch.device:

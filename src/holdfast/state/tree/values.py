@@ -6,7 +6,8 @@ A stored tree is typed JSON (`holdfast.format.codec`). This layer adds the nodes
   a gradient.
 - ``{"$": "tensors", "at": prefix, "k": [keys]}``: a dict that holds tensors only; its tensors are ``prefix/key``. Those
   of the keys ``"rg"`` have a gradient.
-- ``{"$": "object", "type": ..., "kind": ..., "state": tree}``: something with ``state_dict``.
+- ``{"$": "object", "type": ..., "kind": ..., "state": tree}``: something with ``state_dict``; with the kind "tensor" a
+  tensor that wraps others, which are its state (`arrays.parts_of`).
 - ``{"$": "per_rank"}`` and ``{"$": "rng"}``: the tree is in the part of each rank.
 - ``{"$": "torch", "t": "dtype" | "device" | "size" | "generator", ...}``: torch's plain values.
 """
@@ -177,7 +178,8 @@ def fill(value: Any, per_rank: dict[str, Any] | None) -> Any:
     if isinstance(value, TensorRef):
         return _tensor(value)
     if isinstance(value, ObjectNode):
-        return fill(value.state, per_rank)
+        whole = fill(value.state, per_rank)
+        return arrays.whole_of(whole) if value.kind == "tensor" else whole
     if isinstance(value, PerRankNode):
         own = (per_rank or {}).get(value.key)
         return fill(own["rng"] if value.rng and own is not None else own, per_rank)
