@@ -26,6 +26,7 @@ from holdfast.errors import (
     SessionError,
     StorageNotFoundError,
 )
+from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.life import REQUEUE_STATUS
 from holdfast.run.names import RUN_NAMES, WATCHED
@@ -374,6 +375,7 @@ class StartingPoint:
 
     Attributes:
         lacks_rates: everything was loaded but the optimizers, which have the learning rates of that moment.
+        saved: root and manifest of the checkpoint of this very run that was loaded; None if it is no directory.
     """
 
     def __init__(
@@ -390,6 +392,7 @@ class StartingPoint:
         self._resumed = False  # of autoresume
         self._own: SaveFolder | None = None  # the folder among ours that holds what was loaded
         self.lacks_rates = False
+        self.saved: tuple[Storage, Manifest] | None = None
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
@@ -418,6 +421,7 @@ class StartingPoint:
         self._context.resumed = report.full and (self._resumed or self._own is not None)
         state = self._context.state
         if self._context.resumed:
+            self.saved = report.saved
             state.go_on_with_run()
         if state.is_finished and not state.dataset_state.stage:
             why = "was stopped (state.stop_training)" if state.stopped else "as long as it should"
