@@ -37,9 +37,9 @@ from holdfast.format.digest import (
     CHUNK,
     DIGEST_BYTES,
     bytes_digest,
-    check_blanks,
     check_object,
     close_object,
+    closed_object,
     digested,
     file_digest,
     table_bytes,
@@ -170,10 +170,8 @@ def read_metadata(storage: Storage, path: str) -> dict[str, Any]:
     except StorageNotFoundError:
         return {}
     try:
-        if check_blanks(data) is False:
-            raise ValueError("its bytes are not what was written: damaged, or edited by hand")
-        return dict(json.loads(data))
-    except (RecursionError, ValueError, TypeError) as error:
+        return closed_object(data)
+    except ValueError as error:
         raise CorruptCheckpointError(
             f"{storage.uri.rstrip('/')}/{path} is not the JSON object that was written ({error}); "
             "set_metadata() replaces it",
