@@ -277,8 +277,8 @@ class Trainer:
             with generators_kept():  # what is loaded before training begins must not move its random numbers
                 generators = start.run()
             self._engine.run(Event.AFTER_LOAD)
-        except BaseException:
-            self._group.abandon()
+        except BaseException as error:
+            self._group.abandon(error)
             raise
         return generators
 

@@ -165,8 +165,7 @@ class SaverGroup:
                 saver.open()
             self._begin_history()
         except BaseException as error:
-            # Nothing is under way: who mends what is wrong and tries again finds the folder free.
-            self.abandon(wait_s=_FREE_S if isinstance(error, Exception) else 0.0)
+            self.abandon(error)
             raise
         self._open = True
 
@@ -338,8 +337,14 @@ class SaverGroup:
         if problem is not None:
             raise problem
 
-    def abandon(self, *, wait_s: float = 0.0) -> None:
-        """Give everything back, without waiting for more than ``wait_s``: what writers were given they still commit."""
+    def abandon(self, before: BaseException | None = None) -> None:
+        """Give everything back without waiting for what is under way: what writers were given they still commit.
+
+        Args:
+            before: an error before any training. Nothing is under way then, and leases are waited for for a moment: who
+                mends what is wrong and tries again in this process finds the folders free.
+        """
+        wait_s = _FREE_S if isinstance(before, Exception) else 0.0
         self.ranks.watch(None)
         for saver in self.savers:
             saver.release()
