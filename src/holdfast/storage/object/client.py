@@ -123,15 +123,21 @@ class BucketClient:
         return f"{self.uri}/{key}"
 
     @contextmanager
-    def errors(self, action: str, key: str) -> Iterator[None]:
-        """Translate errors of the client in a block; no message shows credentials."""
+    def errors(self, action: str, key: str, *, is_answer: bool = True) -> Iterator[None]:
+        """Translate errors of the client in a block; no message shows credentials.
+
+        Args:
+            action: what the block does, for messages.
+            key: of the object.
+            is_answer: that the block ends well says that the store answers.
+        """
         try:
             with errors_of(action, self.shown(key), self.place.secrets.values()):
                 yield
         except StorageUnavailableError:
             self._answers = False  # asked in vain: what is asked next, as at the end of a run, need not wait as long
             raise
-        self._answers = True
+        self._answers = self._answers or is_answer
 
 
 def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: bool = False, bulk: bool = False) -> Any:
