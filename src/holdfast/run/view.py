@@ -303,9 +303,16 @@ class RunView:
             self.index.save()
             self._external.settle()
 
-    def is_void(self, name: str, manifest: Manifest) -> bool:
-        """Whether a committed checkpoint of this run does not count, so that another may take its name."""
-        return self._is_mine(name, manifest) and not self._is_within(name, manifest)
+    def is_void(self, name: str, manifest: Manifest | None = None) -> bool:
+        """Whether a committed checkpoint of this run does not count, so that another may take its name.
+
+        See `holdfast.run.fence`. Without ``manifest`` the one that is there is read, if any is.
+        """
+        try:
+            found = self._manifest(name) if manifest is None else manifest
+            return self._is_mine(name, found) and not self._is_within(name, found)
+        except CheckpointError:
+            return False
 
     @property
     def dead(self) -> frozenset[str]:

@@ -292,14 +292,8 @@ class Run:
         self._heartbeat.verify()
 
     def is_void(self, name: str, manifest: Manifest | None = None) -> bool:
-        """Whether a manifest under ``name`` counts for nothing, so that another may take its place.
-
-        See `holdfast.run.fence`. Without ``manifest`` the one that is there is read, if any is.
-        """
-        try:
-            return self._catalog.is_void(name, manifest or read_manifest(self._catalog.storage, name))
-        except CheckpointError:
-            return False
+        """Whether a manifest under ``name`` counts for nothing; see `RunView.is_void`."""
+        return self._catalog.is_void(name, manifest)
 
     def _check(self) -> None:
         self._heartbeat.check()
