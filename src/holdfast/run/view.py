@@ -39,7 +39,7 @@ from .fence import Fence, is_fence, newest_fence
 from .index import RUN_FILE, RunIndex
 from .names import LOGS, REPORTS, ROLLBACKS, WATCHED
 from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
-from .remains import is_remains, listed_at_once
+from .remains import holds_remains, is_remains, listed_at_once
 
 if TYPE_CHECKING:
     from .rollbacks import Rollback
@@ -458,13 +458,13 @@ class RunView:
         try:
             return self._manifest(name)
         except (CheckpointNotFoundError, IncompleteCheckpointError):
-            ours = is_remains(info.path for info in self.storage.list(name, recursive=False))
+            ours = holds_remains(self.storage, name)
             (self.incomplete if ours else self.foreign).append(name)
         except FormatVersionError as error:
             self.corrupt[name] = str(error)
         except CorruptCheckpointError as error:
             # Web pages and other tools have files named manifest.json too: those must not stop a fresh start.
-            if is_remains(info.path for info in self.storage.list(name, recursive=False)) or self._says_ours(name):
+            if holds_remains(self.storage, name) or self._says_ours(name):
                 self.corrupt[name] = str(error)
             else:
                 self.foreign.append(name)

@@ -13,6 +13,7 @@ has broken is asked again (`again_if_broken`).
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -631,10 +632,12 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         why = next((f" ({words})" for mark, words in _UNREACHED.items() if mark in text), "")
         return StorageUnavailableError(f"{start}: {detail}{why}")
     if "Encountered object with invalid path" in text:
-        return StorageError(
+        odd = StorageError(
             f"{start}: an object there has a name that is no path, with an empty part ('//'), '.' or '..', and the "
             f"client lists nothing beside it ({detail}); rename or delete it, with the tool that made it"
         )
+        odd.errno = errno.EILSEQ
+        return odd
     if status == 400 and _CODE.search(text) is None:
         # S3 answers so to a HEAD, whose answers have no body, when a session has ended.
         return StorageError(f"{start}: {detail}; no reason was given: expired credentials are the usual reason")
