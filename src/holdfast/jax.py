@@ -25,6 +25,7 @@ __all__ = ["Pytree", "load"]
 
 _LOG = get_logger("jax")
 _PURPOSE = "holdfast.jax"
+_USUAL_KEY = "threefry2x32"
 
 
 class Pytree:
@@ -56,6 +57,8 @@ class Pytree:
     def state_dict(self) -> dict[str, Any]:
         """Return the leaves by their path ("params/dense/kernel"); arrays as tensors over the same memory.
 
+        A key of `jax.random` is the array of its data; one of another kind than JAX's usual one has its name beside it.
+
         Raises:
             UnsupportedStateError: an array is cut over processes, or two leaves have the same path.
         """
@@ -70,13 +73,16 @@ class Pytree:
         """Make `value` anew of stored leaves.
 
         Raises:
-            StateMismatchError: leaves or shapes are others than those of `value`, which stays as it is.
+            StateMismatchError: leaves, shapes or kinds of keys are others than those of `value`, which stays as it is.
         """
         live = dict(self._leaves())
         problems = [f"missing: {name}" for name in live if name not in saved]
         problems += [f"unexpected: {name}" for name in saved if name not in live]
         for name, leaf in live.items():
-            have, want = _shape(saved.get(name)), _shape(self._stored(name, leaf))
+            own, stored = self._stored(name, leaf), saved.get(name)
+            have, want = _shape(stored), _shape(own)
+            if isinstance(own, dict) and not isinstance(stored, Mapping) and have == _shape(own["data"]):
+                continue  # of an early version, or of bare key data: nobody knows for which implementation
             if name in saved and have != want:
                 problems.append(f"{name}: {have or 'no array'} stored, {want or 'no array'} in the pytree")
         if problems:
@@ -116,7 +122,9 @@ class Pytree:
         if not isinstance(leaf, self._jax.Array):
             return leaf
         if self._is_key(leaf):
-            leaf = self._jax.random.key_data(leaf)
+            impl, data = str(self._jax.random.key_impl(leaf)), self._stored(name, self._jax.random.key_data(leaf))
+            # Data of the others are of one shape, so they say which one it is.
+            return data if impl == _USUAL_KEY else {"impl": impl, "data": data}
         if not leaf.is_fully_addressable:
             if not leaf.is_fully_replicated:
                 raise UnsupportedStateError(
@@ -129,30 +137,34 @@ class Pytree:
     def _made(self, leaf: Any, stored: Any) -> Any:
         if not isinstance(leaf, (self._jax.Array, self._jax.ShapeDtypeStruct, np.ndarray)):
             return stored
+        stored = stored["data"] if isinstance(stored, Mapping) else stored
         array = array_of(stored) if isinstance(stored, torch.Tensor) else stored
         if isinstance(leaf, np.ndarray):
             return array.astype(leaf.dtype, copy=False)
-        if isinstance(leaf, self._jax.ShapeDtypeStruct):  # of jax.eval_shape; it may say where
-            array = array.astype(leaf.dtype, copy=False)
-            if leaf.weak_type:
-                array = self._jax.numpy.full(leaf.shape, leaf.dtype.type(0).item()).at[...].set(array)
-            return self._jax.device_put(array, leaf.sharding)
         if self._is_key(leaf):
             data = self._placed(array, self._jax.random.key_data(leaf))
             return self._jax.random.wrap_key_data(data, impl=self._jax.random.key_impl(leaf))
         return self._placed(array, leaf)
 
     def _placed(self, array: Any, like: Any) -> Any:
+        jax, sharding = self._jax, like.sharding  # that of a shape of jax.eval_shape may be None
         array = array.astype(like.dtype, copy=False)
-        if not like.is_fully_addressable:
-            made = self._jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
-            return like.at[...].set(made) if like.weak_type else made
-        made = self._jax.device_put(array, like.sharding)
+        if sharding is None or sharding.is_fully_addressable:
+            made = jax.device_put(array, sharding)
+        else:
+            made = jax.make_array_from_callback(like.shape, sharding, lambda index: array[index])
+        if not like.weak_type:
+            return made
         # A number that came from Python yields to the dtype of the other operand; a new array would not.
-        return self._jax.device_put(like.at[...].set(made), like.sharding) if like.weak_type else made
+        is_shape = isinstance(like, jax.ShapeDtypeStruct)
+        weak = jax.numpy.full(like.shape, like.dtype.type(0).item(), device=sharding) if is_shape else like
+        weak = weak.at[...].set(made)
+        return weak if sharding in (None, weak.sharding) else jax.device_put(weak, sharding)
 
 
 def _shape(value: Any) -> str | None:
+    if isinstance(value, Mapping):
+        return f"{_shape(value.get('data'))} of a key for {value.get('impl')!r}"
     shape = None if isinstance(value, np.generic) else getattr(value, "shape", None)
     return None if shape is None else str(tuple(shape))
 

@@ -306,6 +306,34 @@ def test_layers_that_a_resume_does_not_thaw_are_named(
     assert "in the middle of epoch" not in caplog.text  # it was saved at the end of one
 
 
+@pytest.mark.parametrize(("kind", "anew"), [(torch.optim.Adam, True), (torch.optim.SGD, False)])
+def test_layers_that_train_again_after_a_resume_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, anew: bool
+) -> None:
+    """What was frozen at the save and trains now is said at the first step, and that its optimizer state is new."""
+
+    def live(step: int, *, trains: bool) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model[0].requires_grad_(trains)
+        optimizer = kind(model.parameters(), lr=0.1)
+        with hf.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ck:
+            while ck.global_step < step:
+                model(torch.ones(4, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ck.step()
+
+    live(2, trains=False)
+    live(4, trains=False)
+    assert "train now" not in caplog.text
+    live(6, trains=True)
+    assert caplog.text.count("2 parameters train now and did not when this checkpoint was saved (model/0.weight") == 1
+    assert ("optimizer state begins anew" in caplog.text) == anew
+    caplog.clear()
+    live(8, trains=True)
+    assert "train now" not in caplog.text
+
+
 class Counts(torch.nn.Module):
     """Normalizes by the first batch that it sees, and remembers that it has."""
 

@@ -84,6 +84,29 @@ def test_save_async_and_large_files(root, monkeypatch):
     assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
+def test_an_object_whose_name_is_no_path_stops_nothing(root, endpoint, caplog):
+    """It makes its directory a foreign one, which is said once, and stays where it is."""
+    run = f"{root}/run"
+
+    def train(upto):
+        with hf.Checkpointer(run, {"w": torch.zeros(3)}, every=1, keep=hf.Keep(last=1)) as ck:
+            while ck.global_step < upto:
+                ck.step()
+        return ck
+
+    train(1)
+    place = {"Bucket": BUCKET, "Key": f"{run.removeprefix(f's3://{BUCKET}/')}/notes//x"}
+    client(endpoint).put_object(**place, Body=b"mine")
+    assert "foreign" in invoke("ls", run).output
+    assert "step_00000001" in invoke("latest", run).stdout
+    assert caplog.text.count("notes is left alone") == 1
+    rows = json.loads(invoke("verify", run, "--json", code=1).stdout)["checkpoints"]
+    assert {row["name"]: row["state"] for row in rows} == {"step_00000001": "ok", "notes": "unreadable"}
+    train(2)
+    assert [checkpoint.step for checkpoint in train(3).checkpoints()] == [3, 2], "the one resumed from is held"
+    assert client(endpoint).get_object(**place)["Body"].read() == b"mine"
+
+
 def test_damage_is_found(root, endpoint):
     """A bit that flipped in the bucket is found by loading and by verify."""
     saved = hf.save(f"{root}/first", {"w": torch.randn(100_000)})

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from adapter_kit import save_load_resume
-from object_kit import BUCKET, KEY, moto
+from object_kit import BUCKET, KEY, client, moto
 
 import holdfast as hf
 from holdfast.errors import (
@@ -67,6 +67,20 @@ class TestS3Driver(StorageTests):
     @pytest.fixture
     def storage(self, endpoint) -> Storage:
         return _moto(endpoint)
+
+
+def test_objects_whose_names_are_no_paths_are_left_alone(endpoint, caplog):
+    """Nobody could read or delete them under such a name: they are said once, not listed, and stay with the rest."""
+    storage = _moto(endpoint)
+    storage.put("run/a", b"1")
+    place = {"Bucket": BUCKET, "Key": f"{storage.uri.rpartition('/')[2]}/run//x"}
+    client(endpoint).put_object(**place, Body=b"mine")
+    assert [info.path for info in storage.list("run")] == ["run/a"]
+    assert [info.path for info in storage.list("run", recursive=False)] == ["run/a"]
+    assert [info.path for info in storage.list("", recursive=False)] == ["run/"]
+    assert caplog.text.count("run holds an object whose name is no path") == 1
+    storage.delete_tree("run")
+    assert client(endpoint).get_object(**place)["Body"].read() == b"mine"
 
 
 @pytest.mark.slow

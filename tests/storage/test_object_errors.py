@@ -211,6 +211,10 @@ def test_a_store_that_has_answered_is_asked_for_longer(stub, monkeypatch):
     for tries in (25, 10):  # what was in vain is not waited for as long once more
         with pytest.raises(StorageUnavailableError, match=f"after {tries} retries"):
             storage.put("a", b"1")
+    with storage.create("b", 3) as writer:  # to gather bytes is no answer
+        writer.write(memoryview(b"abc"))
+        with pytest.raises(StorageUnavailableError, match="after 10 retries"):
+            writer.close()
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,22 @@ def test_time_runs_from_the_first_rank_and_the_error_says_who_is_missing() -> No
     assert "ranks='this'" in text
 
 
+def test_a_rank_that_goes_on_without_a_save_is_named_long_before_time_is_up() -> None:
+    """Once for each save: not a rank that is as far as the first one or behind, nor one that begins it in time."""
+    one = saves(3)
+    begin(one, 0)
+    assert one.at(1, 9) == []  # of its steps at that moment nothing is known yet
+    assert one.at(0, 4) == []
+    assert one.at(1, 4) == one.at(1, 4) == one.at(2, 3) == one.at(2, 5) == []
+    begin(one, 2)
+    assert one.at(2, 6) == one.at(1, 5) == []
+    (said,) = one.at(1, 6)
+    assert "rank 1 has gone on without 'step_4' (step 4), which rank 0 saves" in said
+    assert "to call ck.report() too" in said
+    assert one.at(1, 7) == one.at(0, 9) == []
+    assert begin(one, 1) == []  # it was only said
+
+
 def test_a_dead_trainer_fails_what_it_has_not_begun_at_once() -> None:
     """What it has begun its writer finishes: a rank that dies after its share was sealed does not matter."""
     one = saves(2)

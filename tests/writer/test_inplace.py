@@ -45,6 +45,14 @@ def contents(storage: Storage) -> dict[str, bytes]:
     return {info.path.removeprefix("mine/"): storage.read(info.path) for info in storage.list("mine")}
 
 
+def test_metadata_that_nobody_could_read_are_refused(client: WriterClient, storage: Storage) -> None:
+    """No checkpoint is made of them, and nothing is changed."""
+    bring(storage, {**FILES, ".metadata.json": b"not JSON"})
+    with pytest.raises(ConfigError, match=r"mine.*\.metadata\.json is not the JSON object"):
+        commit(client, storage)
+    assert contents(storage) == {**FILES, ".metadata.json": b"not JSON"}
+
+
 def test_files_are_committed_where_they_are(client: WriterClient, storage: Storage) -> None:
     """Every file is listed with its digests; none is moved or changed; metadata stay what they are."""
     bring(storage, {**FILES, ".metadata.json": b"{}"})

@@ -189,6 +189,17 @@ def test_metadata_goes_along(root: Path, tmp_path: Path, client: WriterClient) -
     assert json.loads((root / "checkpoint_000001/.metadata.json").read_bytes()) == {"n": 2}
 
 
+@pytest.mark.parametrize("data", [b"not JSON", b"[1]", b"\xff", b'{"n": 1}' + b" " * 65])
+def test_metadata_that_nobody_could_read_are_refused(
+    root: Path, tmp_path: Path, client: WriterClient, data: bytes
+) -> None:
+    """When the directory is reported, not when somebody asks: no JSON object, or not the one of its digest."""
+    source = kit.make_files(tmp_path / "a", {"x": b"1", ".metadata.json": data})
+    with pytest.raises(ConfigError, match=r"/a \(rank 0\): .metadata.json is not the JSON object"):
+        take(client, LocalStorage(root), {0: source})
+    assert kit.tree(root) == {}
+
+
 def make_checkpoint(client: WriterClient, path: Path, contents: list[bytes], **fields: object) -> dict[str, bytes]:
     """A Holdfast checkpoint in a directory of its own; its files."""
     storage = LocalStorage(path.parent)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageUnavailableError
 from holdfast.storage import MemoryStorage, ObjectInfo
 from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
@@ -214,3 +214,35 @@ def test_a_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for fd in message.fds:
         os.close(fd)
     other.close()
+
+
+class Away(MemoryStorage):
+    """A store that refuses everything from some moment on; to renew the lease then takes long."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.is_away = False
+        self.asked, self.back = threading.Event(), threading.Event()
+
+    def put(self, path: str, data: bytes | memoryview, **conditions: Any) -> str | None:
+        if self.is_away and path == "lease.json":
+            self.asked.set()
+            self.back.wait(60)
+        if self.is_away:
+            raise StorageUnavailableError(f"cannot write {path}: nobody answers")
+        return super().put(path, data, **conditions)
+
+
+def test_the_end_waits_for_no_beat_that_asks_a_dead_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the end could not be recorded, a lease that is being renewed goes stale: the process ends."""
+    monkeypatch.setattr("holdfast.run.lease.HEARTBEAT_S", 0.02)
+    storage = Away("dead-store")
+    with WriterClient.start(thread=True) as client:
+        client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(20)
+        storage.is_away = True
+        assert storage.asked.wait(20)
+        try:
+            with pytest.raises(StorageUnavailableError, match="nobody answers"):
+                client.run_op("close_run", reason="finished").result(10)
+        finally:
+            storage.back.set()

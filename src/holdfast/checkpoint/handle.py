@@ -36,7 +36,7 @@ from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
 from holdfast.run.names import LATEST, refuse_run
 from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
-from holdfast.run.remains import is_remains
+from holdfast.run.remains import holds_remains
 from holdfast.run.view import RunView
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local.local_storage import LocalStorage, absolute, drop_link, link_at
@@ -289,7 +289,7 @@ class Checkpoint:
         try:
             return read_manifest(self._storage, self._name)
         except IncompleteCheckpointError:
-            if is_remains(info.path for info in self._storage.list(self._name, recursive=False)):
+            if holds_remains(self._storage, self._name):
                 raise
             return None
 

@@ -37,9 +37,9 @@ from holdfast.format.digest import (
     CHUNK,
     DIGEST_BYTES,
     bytes_digest,
-    check_blanks,
     check_object,
     close_object,
+    closed_object,
     digested,
     file_digest,
     table_bytes,
@@ -51,7 +51,7 @@ from holdfast.format.names import METADATA_FILE, check_links, join, save_id_of
 from holdfast.format.strict_json import loads
 from holdfast.run.names import RUN_FILE, VERIFIED_FILE
 from holdfast.run.record import METRICS_FILE, read_sidecar
-from holdfast.run.remains import is_remains
+from holdfast.run.remains import holds_remains
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.wrapped import PrefixStorage
 
@@ -108,7 +108,7 @@ def verify(
     except CheckpointNotFoundError as error:
         return Verification(ok=False, problems=(str(error),), state="missing")
     except IncompleteCheckpointError as error:
-        if is_remains(info.path for info in storage.list(name, recursive=False)):
+        if holds_remains(storage, name):
             return Verification(ok=False, problems=(str(error),), state="incomplete")
         why = "foreign: there is no manifest.json of Holdfast, so there is nothing to check against"
         return Verification(ok=False, problems=(why,), state="foreign")
@@ -170,10 +170,8 @@ def read_metadata(storage: Storage, path: str) -> dict[str, Any]:
     except StorageNotFoundError:
         return {}
     try:
-        if check_blanks(data) is False:
-            raise ValueError("its bytes are not what was written: damaged, or edited by hand")
-        return dict(json.loads(data))
-    except (RecursionError, ValueError, TypeError) as error:
+        return closed_object(data)
+    except ValueError as error:
         raise CorruptCheckpointError(
             f"{storage.uri.rstrip('/')}/{path} is not the JSON object that was written ({error}); "
             "set_metadata() replaces it",

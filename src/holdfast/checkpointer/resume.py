@@ -7,13 +7,11 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast._log import get_logger
@@ -25,14 +23,12 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from holdfast.format.names import save_id_of
 from holdfast.run.candidates import newest_good
-from holdfast.state.save.plan import FROZEN
-from holdfast.state.tree.objects import Modules, leaves, parameter_names
+from holdfast.state.tree.objects import leaves
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
-from .console import listed, load_bar
+from .console import load_bar
 from .meeting import Alone, Meeting
 from .options import Fit
 from .progress import RESERVED, Progress
@@ -54,7 +50,6 @@ what it and later ones have saved follows from there. ``{}``: the run goes on fr
 
 Quarantine = Callable[..., object]
 _LOG = get_logger("checkpointer")
-_SMALL_BUFFER = 1 << 20
 _UNREADABLE = "the disk cannot read it; later starts try it again"
 
 
@@ -420,67 +415,3 @@ def _short(value: Any) -> str:
     if isinstance(value, list) and value and all(one == value[0] for one in value):
         value = value[0]
     return repr(value)
-
-
-def frozen_since(state: Mapping[Any, Any], outcome: ResumeResult) -> Callable[[], str]:
-    """Return what names, after a step, the parameters that do not train and did in the checkpoint that was loaded.
-
-    ``requires_grad`` is in no ``state_dict()``, but the files of a save tell which parameters were frozen.
-    """
-    modules: Modules = {}
-    names = parameter_names(state, modules)
-    rows = [param for _, rows in modules.values() for _, param in rows if not param.requires_grad]
-    checkpoint, manifest = outcome.checkpoint, None if outcome.loaded is None else outcome.loaded.manifest
-    trained: dict[str, torch.Tensor] = {}
-    if rows and checkpoint is not None and manifest is not None:
-        from holdfast.format.contents import ContentsReader  # not above: a fresh start reads none
-
-        with suppress(HoldfastError):  # removed meanwhile, or away: it is a hint only
-            stored = ContentsReader(checkpoint.storage.child(checkpoint.directory), manifest).tensors()
-            for param in rows:
-                entry = stored.entry(names[id(param)])
-                if entry is not None and all(save_id_of(one.file) and FROZEN not in one.file for one in entry.pieces):
-                    trained[entry.name] = param
-
-    def look() -> str:
-        still = [name for name, param in trained.items() if not param.requires_grad]
-        return "" if not still else (
-            f"{len(still)} parameters are frozen now and were trained when this checkpoint was saved ({still[0]}): "
-            "requires_grad is in no state_dict(), so what thaws layers on the way has to do so in a resume too, as "
-            "`layer.requires_grad_(ck.epoch >= 3)` at the head of each epoch does"
-        )  # fmt: skip
-
-    return look
-
-
-def changed_buffers(state: Mapping[Any, Any]) -> Callable[[], str]:
-    """Return what names, after a step, the buffers that it has changed and no ``state_dict()`` has.
-
-    Small ones are compared with a copy; one of another shape is taken for a cache that has grown.
-    """
-    before: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
-    for path, module in leaves(state):
-        for inner, part in module.named_modules() if isinstance(module, nn.Module) else ():
-            for name in part._non_persistent_buffers_set:
-                buffer = part._buffers.get(name)
-                if type(buffer) is torch.Tensor and buffer.layout is torch.strided and buffer.nbytes <= _SMALL_BUFFER:
-                    before[f"{path}/{inner}.{name}" if inner else f"{path}/{name}"] = (
-                        part,
-                        name,
-                        buffer.detach().clone(),
-                    )
-
-    def look() -> str:
-        changed = []
-        for path, (part, name, old) in before.items():
-            now = part._buffers.get(name)
-            if now is not None and (now.shape, now.dtype, now.device) == (old.shape, old.dtype, old.device):
-                same = (now == old) | ((now != now) & (old != old))  # noqa: PLR0124 - NaN is like NaN here
-                if not bool(same.all()):
-                    changed.append(path)
-        return "" if not changed else (
-            f"the first step has changed {listed(changed)}: registered with persistent=False, so in no state_dict(), "
-            "and a resume goes on with what the script makes anew. If training depends on it: persistent=True"
-        )  # fmt: skip
-
-    return look

@@ -26,6 +26,7 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
+from .first_step import first_step_checks
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions, Fit
 from .progress import RESERVED, Progress
@@ -33,8 +34,6 @@ from .resume import (
     BEGAN,
     ResumeResult,
     beginning,
-    changed_buffers,
-    frozen_since,
     is_within,
     made_with,
     not_as_made,
@@ -44,6 +43,7 @@ from .resume import (
 from .run_session import RunSession
 
 if TYPE_CHECKING:
+    from holdfast.format.manifest import Manifest
     from holdfast.run.rollbacks import Rollback
 
 _CALLS = 4  # of the writer, that rank 0 makes one after the other
@@ -107,7 +107,7 @@ def start_run(
     mine = outcome.is_own = taken is not None and any(is_within(taken, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     if meeting.rank == 0:  # it alone says it
-        progress.checks = [changed_buffers(home), *([frozen_since(home, outcome)] if mine else [])]
+        progress.checks = first_step_checks(home, *_saved(outcome))
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent)
     resumed = None
     if taken is not None:
@@ -159,6 +159,14 @@ def start_run(
             block.notes.extend(notes_of(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
     return outcome
+
+
+def _saved(outcome: ResumeResult) -> tuple[Storage | None, Manifest | None]:
+    """Return the root and the manifest of the checkpoint of this run that was loaded, if there is one."""
+    taken = outcome.checkpoint if outcome.is_own else None
+    if taken is None or outcome.loaded is None:
+        return None, None
+    return taken.storage.child(taken.directory), outcome.loaded.manifest
 
 
 def _before(resumed: str, names: Sequence[str], bad: Mapping[str, str], session: RunSession) -> tuple[int, str] | None:

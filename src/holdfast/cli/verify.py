@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -17,7 +18,7 @@ from holdfast._units import format_bytes, parse_bytes
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import Verification, Verified, fingerprint, note_verified, read_verified
 from holdfast.checkpoint.verify import verify as verify_checkpoint
-from holdfast.errors import ConfigError, StoragePermissionError
+from holdfast.errors import ConfigError, StorageError, StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.catalog import Catalog
 from holdfast.run.fence import damaged_fences
@@ -196,7 +197,10 @@ def _below(storage: Storage, name: str, deep: bool) -> list[dict[str, Any]]:
     for path in sorted(folders):
         try:
             found = list(_folder(Catalog(storage.child(path)), deep))
-        except StoragePermissionError as error:  # it may hold checkpoints, and nothing is known of them
+        except StorageError as error:
+            if not _is_closed(error):
+                raise
+            # It may hold checkpoints, and nothing is known of them.
             denied = Verification(ok=False, problems=(str(error),), state="unreadable")
             rows.append(_row(_uri(storage, path), path, denied, ok=False))
         else:
@@ -218,7 +222,9 @@ def _look(storage: Storage, path: str, levels: int, folders: list[str]) -> bool:
     """
     try:
         names = [info.path[len(path) + 1 :] for info in storage.list(path, recursive=False)]
-    except StoragePermissionError:
+    except StorageError as error:
+        if not _is_closed(error):
+            raise
         folders.append(path)
         return False
     is_run = RUN_FILE in names
@@ -230,6 +236,11 @@ def _look(storage: Storage, path: str, levels: int, folders: list[str]) -> bool:
     if is_run or any(looks):
         folders.append(path)
     return MANIFEST_NAME in names
+
+
+def _is_closed(error: StorageError) -> bool:
+    """Tell whether one folder may not be listed, or cannot, for names in it that are no paths."""
+    return isinstance(error, StoragePermissionError) or error.errno == errno.EILSEQ
 
 
 def _unchecked(storage: Storage, name: str, state: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ crash at any point leaves the old checkpoint, the new one, or files without a ma
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -277,7 +278,7 @@ def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False
     try:
         data = read_manifest_bytes(storage, directory)
     except StorageNotFoundError:
-        if any(True for _ in storage.list(directory)):
+        if _has_files(storage, directory):
             raise IncompleteCheckpointError(
                 f"{where} has files but no {MANIFEST_NAME}: a save that never committed, or not a Holdfast checkpoint"
             ) from None
@@ -290,6 +291,15 @@ def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False
     if check_sizes:
         _check_sizes(storage, directory, manifest)
     return manifest
+
+
+def _has_files(storage: Storage, directory: str) -> bool:
+    try:
+        return any(True for _ in storage.list(directory))
+    except StorageError as error:
+        if error.errno != errno.EILSEQ:  # else objects whose names are no paths are there
+            raise
+        return True
 
 
 def read_manifest_bytes(storage: Storage, directory: str) -> bytes:

@@ -6,10 +6,12 @@ xxh3 guards against damage, not against forgery.
 
 from __future__ import annotations
 
+import json
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest, xxh3_128_hexdigest
 
@@ -137,6 +139,20 @@ def close_by_blanks(data: bytes) -> bytes:
 def check_blanks(data: bytes) -> bool | None:
     """Tell whether JSON is what `close_by_blanks` made; None if it did not close it."""
     return None if len(data) - len(data.rstrip()) <= _FEW_BLANKS else data == close_by_blanks(data)
+
+
+def closed_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object of a file that may be closed by blanks.
+
+    Raises:
+        ValueError: it is no JSON object, or differs from its digest.
+    """
+    if check_blanks(data) is False:
+        raise ValueError("its bytes are not what was written: damaged, or edited by hand")
+    try:
+        return dict(json.loads(data))
+    except (RecursionError, TypeError) as error:
+        raise ValueError(str(error)) from error
 
 
 class DigestFile:

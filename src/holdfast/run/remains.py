@@ -9,11 +9,14 @@ Many directories of a store are listed by few requests (`names_under`), and many
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
 
+from holdfast._log import get_logger
+from holdfast.errors import StorageError
 from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, UNLISTED, join, start_id_of
 from holdfast.storage.base import ObjectInfo, Storage
 from holdfast.storage.together import together
@@ -21,6 +24,7 @@ from holdfast.storage.together import together
 from .names import INCOMING, NUMBERED, PROBE
 from .record import METRICS_FILE
 
+_log = get_logger("run")
 MayBeCopied = Callable[[str, str], bool]
 """Tells of a directory, and the name of a file in it, whether that may be a copy of what was committed elsewhere."""
 _HIDDEN = re.compile(rf"(?:{re.escape(PROBE)}|{re.escape(INCOMING)})(?P<start>[0-9a-f]{{8,64}})/")
@@ -30,6 +34,25 @@ def is_remains(paths: Iterable[str]) -> bool:
     """Tell whether files without a manifest are remains of a save or a deletion of Holdfast."""
     names = [path.rsplit("/", 1)[-1] for path in paths]
     return any(start_id_of(name) is not None or name in (REMOVING_NAME, METRICS_FILE) for name in names)
+
+
+def holds_remains(storage: Storage, name: str) -> bool:
+    """Tell whether a directory without a good manifest holds remains of a save or a deletion of Holdfast.
+
+    One that cannot be listed, for objects in it whose names are no paths, is foreign: it is said once.
+    """
+    try:
+        return is_remains(info.path for info in storage.list(name, recursive=False))
+    except StorageError as error:
+        if error.errno != errno.EILSEQ:
+            raise
+        _say_foreign(f"{storage.uri}/{name}", str(error))
+        return False
+
+
+@cache
+def _say_foreign(where: str, why: str) -> None:
+    _log.warning("%s is left alone, as something foreign: %s", where, why)
 
 
 def sweep_names(

@@ -39,7 +39,7 @@ from .fence import Fence, is_fence, newest_fence
 from .index import RUN_FILE, RunIndex
 from .names import LOGS, REPORTS, ROLLBACKS, WATCHED
 from .record import Record, metric_value, pack, read_sidecar, record_from_manifest, unpack
-from .remains import is_remains, listed_at_once
+from .remains import holds_remains, is_remains, listed_at_once
 
 if TYPE_CHECKING:
     from .rollbacks import Rollback
@@ -303,9 +303,16 @@ class RunView:
             self.index.save()
             self._external.settle()
 
-    def is_void(self, name: str, manifest: Manifest) -> bool:
-        """Whether a committed checkpoint of this run does not count, so that another may take its name."""
-        return self._is_mine(name, manifest) and not self._is_within(name, manifest)
+    def is_void(self, name: str, manifest: Manifest | None = None) -> bool:
+        """Whether a committed checkpoint of this run does not count, so that another may take its name.
+
+        See `holdfast.run.fence`. Without ``manifest`` the one that is there is read, if any is.
+        """
+        try:
+            found = self._manifest(name) if manifest is None else manifest
+            return self._is_mine(name, found) and not self._is_within(name, found)
+        except CheckpointError:
+            return False
 
     @property
     def dead(self) -> frozenset[str]:
@@ -451,13 +458,13 @@ class RunView:
         try:
             return self._manifest(name)
         except (CheckpointNotFoundError, IncompleteCheckpointError):
-            ours = is_remains(info.path for info in self.storage.list(name, recursive=False))
+            ours = holds_remains(self.storage, name)
             (self.incomplete if ours else self.foreign).append(name)
         except FormatVersionError as error:
             self.corrupt[name] = str(error)
         except CorruptCheckpointError as error:
             # Web pages and other tools have files named manifest.json too: those must not stop a fresh start.
-            if is_remains(info.path for info in self.storage.list(name, recursive=False)) or self._says_ours(name):
+            if holds_remains(self.storage, name) or self._says_ours(name):
                 self.corrupt[name] = str(error)
             else:
                 self.foreign.append(name)

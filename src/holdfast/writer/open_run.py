@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
-from holdfast.errors import CheckpointError, ConfigError, HoldfastError, RunBusyError, StorageError
+from holdfast.errors import (
+    CheckpointError,
+    ConfigError,
+    HoldfastError,
+    RunBusyError,
+    StorageError,
+    StorageUnavailableError,
+)
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import GUESTS, copies_shown
@@ -285,14 +292,8 @@ class Run:
         self._heartbeat.verify()
 
     def is_void(self, name: str, manifest: Manifest | None = None) -> bool:
-        """Whether a manifest under ``name`` counts for nothing, so that another may take its place.
-
-        See `holdfast.run.fence`. Without ``manifest`` the one that is there is read, if any is.
-        """
-        try:
-            return self._catalog.is_void(name, manifest or read_manifest(self._catalog.storage, name))
-        except CheckpointError:
-            return False
+        """Whether a manifest under ``name`` counts for nothing; see `RunView.is_void`."""
+        return self._catalog.is_void(name, manifest)
 
     def _check(self) -> None:
         self._heartbeat.check()
@@ -603,7 +604,7 @@ class Run:
             details: small JSON about that.
             ended: when its trainer died, in seconds since 1970; None: it ends now.
         """
-        mirror = self._mirror
+        mirror, answers = self._mirror, True
         self.end_uploads()
         try:
             try:
@@ -616,9 +617,12 @@ class Run:
                     mirror.close()
             if self._heartbeat.lost is None and (mirror is not None or self._catalog.num_behind):
                 self._finish()
+        except StorageUnavailableError:
+            answers = False
+            raise
         finally:
             self._closed = True
-            self._heartbeat.close()
+            self._heartbeat.close(wait=answers)  # a beat may be asking a store that is gone, for a minute more
 
 
 def _say_rows_lost(error: BaseException | None) -> None:

@@ -98,6 +98,24 @@ def test_mismatch(tmp_path: Path) -> None:
     assert float(live.value["a"].sum()) == 0
 
 
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_keys_of_every_kind(tmp_path: Path, kind: str) -> None:
+    """A key comes back for the generator it was made for; one for another generator is refused, and stays."""
+    key = jax.random.split(jax.random.key(5, impl=kind))
+    hf.save(tmp_path / "a", {"train": Pytree({"key": key})})
+    back = load(tmp_path / "a", {"key": jax.random.split(jax.random.key(0, impl=kind))}, item="train")["key"]
+    assert back.dtype == key.dtype
+    assert equal(back, key)
+    for other in {"rbg", "unsafe_rbg", "threefry2x32"} - {kind}:
+        live = Pytree({"key": jax.random.split(jax.random.key(0, impl=other))})
+        with pytest.raises(hf.StateMismatchError, match="key: "):
+            hf.load(tmp_path / "a", {"train": live})
+        assert equal(live.value["key"], jax.random.split(jax.random.key(0, impl=other)))
+    data = Pytree({"key": jax.random.key_data(key)})  # as early versions stored keys of every kind
+    hf.save(tmp_path / "b", {"train": data})
+    assert equal(load(tmp_path / "b", {"key": jnp.copy(key)}, item="train")["key"], key)
+
+
 def test_likes_of_other_kinds(tmp_path: Path) -> None:
     """Shapes of `jax.eval_shape` get arrays of JAX, NumPy's get NumPy's; a number is no place for an array."""
     hf.save(tmp_path / "a", {"train": Pytree({"a": jnp.ones(3, jnp.bfloat16), "b": np.float32(2)})})

@@ -238,6 +238,17 @@ def test_a_run_without_reports_gives_an_empty_frame_and_the_metrics_of_its_check
     assert result.metrics == {"m": 4}
 
 
+def test_text_without_a_utf8_form_is_escaped_in_the_dataframe(run: Run) -> None:
+    """A name with a stray byte, as of a file, does not cost the table; `metrics` has it as it was reported."""
+    run.start(0.0)
+    run.report(1, 1.0, {"shard\udc80": "a\udc81", "all": ["b\udc82"], "m": 0.5})
+    run.end(2.0, "finished")
+    result = Result.from_path(run.storage.uri)
+    (row,) = result.metrics_dataframe.to_dict("records")
+    assert (row["shard\\udc80"], row["all"], row["m"]) == ("a\\udc81", ["b\\udc82"], 0.5)
+    assert result.metrics["shard\udc80"] == "a\udc81"
+
+
 def test_the_dataframe_says_what_to_install(run: Run, monkeypatch) -> None:
     """Without pandas only this property fails."""
     run.start(0)

@@ -142,6 +142,33 @@ def test_the_state_may_change_when_report_returns(root):
         assert_loads(root / f"checkpoint_{number + 1:06d}", weights, number)
 
 
+def test_layers_that_train_again_and_buffers_that_nobody_saves_are_named(root, caplog):
+    """The second state that a life reports says so, as a `Checkpointer` does after the first step."""
+
+    def live(numbers, *, trains, **fields):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        model[0].requires_grad_(trains)
+        model.register_buffer("seen", torch.zeros(()), persistent=False)
+        state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+        with Committer(root) as script, pair_of(root, script, first_index=numbers[0], **fields) as pair:
+            if (checkpoint := hf.get_checkpoint()) is not None:
+                checkpoint.load(into=state)
+            for number in numbers:
+                model(torch.ones(4, 2)).sum().backward()
+                state["optimizer"].step()
+                model.seen += 1
+                hf.report({"n": number}, state=state)
+            pair.session.drain()
+            return script.newest
+
+    newest = live([1, 2], trains=False)
+    assert caplog.text.count("the first step has changed model/seen: registered with persistent=False") == 1
+    assert "train now" not in caplog.text
+    live([3, 4, 5], trains=True, checkpoint=newest)
+    assert caplog.text.count("2 parameters train now and did not when this checkpoint was saved (model/0.weight") == 1
+    assert "optimizer state begins anew" in caplog.text
+
+
 def test_metrics_go_on_while_a_state_is_being_stored(root):
     """A report with a state waits for no commit."""
     held = threading.Event()

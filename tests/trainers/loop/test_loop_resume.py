@@ -401,3 +401,36 @@ def test_a_training_that_has_stopped_itself_is_over(
         second.state.max_duration = f"{ends + 1}ba"
         second.fit()
         assert int(second.state.timestamp.batch) == ends + 1
+
+
+class _Network(torch.nn.Module):
+    """Counts its batches in a buffer that no state has."""
+
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__()
+        self.base, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        self.base.requires_grad_(trains)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.head(self.base(inputs))
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
+def test_layers_frozen_at_one_side_and_buffers_that_nobody_saves_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: bool, after: bool
+) -> None:
+    """The first batch of a resume says which layers train now and did not, or the other way, as `Checkpointer` does."""
+    for epochs, trains in enumerate((before, after), 1):
+        caplog.clear()
+        model = _Network(trains=trains)
+        options = {"optimizers": torch.optim.Adam(model.parameters()), "max_duration": f"{epochs}ep"}
+        trainer = plain(tmp_path, model=model, autoresume=True, run_name="r", **options)
+        trainer.fit()
+        trainer.close()
+        assert caplog.text.count("the first step has changed state/model/seen: registered") == 1
+    said = "2 parameters train now and did not when this checkpoint was saved (state/model/base.weight"
+    assert (said in caplog.text) == (after and not before)
+    assert ("optimizer state begins anew" in caplog.text) == (after and not before)
+    assert ("2 parameters are frozen now and were trained when" in caplog.text) == (before and not after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,25 @@ def test_nothing_is_overwritten(tmp_path: Path, filename: str) -> None:
         again.fit()
     assert int(again.state.timestamp.batch) == 0
     plain(tmp_path, save_filename=filename, max_duration="2ba", save_interval="1ba", save_overwrite=True).fit()
+
+
+@pytest.mark.parametrize("filename", ["ep{epoch}", "ep{epoch}.pt"])
+def test_after_a_refusal_the_folder_is_free(tmp_path: Path, filename: str) -> None:
+    """A trainer that is refused, by its constructor or by `fit`, leaves no lease: one may try again at once."""
+
+    def held() -> list[str]:
+        leases = [json.loads(path.read_text()) for path in tmp_path.glob("lease*.json")]
+        return [lease["start_id"] for lease in leases if not lease.get("released")]
+
+    plain(tmp_path, save_filename=filename, max_duration="1ep").fit()
+    assert held() == []
+    again = plain(tmp_path, save_filename=filename, max_duration="1ep")
+    with pytest.raises(hf.CheckpointExistsError):
+        again.fit()
+    assert held() == []
+    with pytest.raises(hf.StateMismatchError):
+        plain(tmp_path, save_filename=filename, model=torch.nn.Linear(4, 5), autoresume=True, run_name="r")
+    assert held() == []
 
 
 def test_what_others_made_is_not_overwritten(tmp_path: Path) -> None:

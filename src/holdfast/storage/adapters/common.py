@@ -22,6 +22,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -160,6 +161,7 @@ _known: dict[str, dict[str, str]] = {}
 
 _T = TypeVar("_T", bound="AdaptedStorage")
 _log = get_logger("storage")
+_NO_PARTS = frozenset({"", ".", ".."})
 # Objects up to the first size are read for their etag; up to the second they are read whole when they are opened.
 _ETAG_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20
@@ -363,9 +365,15 @@ class AdaptedStorage(Storage):
     def _entries(self, directory: str, *, recursive: bool) -> builtins.list[FoundObject]:
         try:
             with client_errors("list", self._where(directory)):
-                return builtins.list(self._scan(self._join(check_prefix(directory)), recursive=recursive))
+                found = builtins.list(self._scan(self._join(check_prefix(directory)), recursive=recursive))
         except StorageNotFoundError:
             return []
+        odd = [one.name for one in found if not _NO_PARTS.isdisjoint(one.name.removesuffix("/").split("/"))]
+        if not odd:
+            return found
+        _say_left_out(self._where(directory), odd[0])
+        left_out = frozenset(odd)
+        return [one for one in found if one.name not in left_out]
 
     def _discard(self, directory: str, found: FoundObject) -> None:
         base = self._join(check_prefix(directory))
@@ -650,6 +658,14 @@ class Described:
             self.secrets[path] = value
             return {"$secret": path}
         return value
+
+
+@cache  # once for each place
+def _say_left_out(where: str, name: str) -> None:
+    _log.warning(
+        "%s holds an object whose name is no path, with an empty part ('//'), '.' or '..': %r. Such objects are left "
+        "alone: they are not listed, read or deleted", where, name,
+    )  # fmt: skip
 
 
 def rebuild_options(plain: Any, secrets: Mapping[str, str] | None, where: str) -> Any:

@@ -13,6 +13,7 @@ has broken is asked again (`again_if_broken`).
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -123,15 +124,21 @@ class BucketClient:
         return f"{self.uri}/{key}"
 
     @contextmanager
-    def errors(self, action: str, key: str) -> Iterator[None]:
-        """Translate errors of the client in a block; no message shows credentials."""
+    def errors(self, action: str, key: str, *, is_answer: bool = True) -> Iterator[None]:
+        """Translate errors of the client in a block; no message shows credentials.
+
+        Args:
+            action: what the block does, for messages.
+            key: of the object.
+            is_answer: that the block ends well says that the store answers.
+        """
         try:
             with errors_of(action, self.shown(key), self.place.secrets.values()):
                 yield
         except StorageUnavailableError:
             self._answers = False  # asked in vain: what is asked next, as at the end of a run, need not wait as long
             raise
-        self._answers = True
+        self._answers = self._answers or is_answer
 
 
 def make_store(place: BucketConfig, limits: Mapping[str, float], *, patient: bool = False, bulk: bool = False) -> Any:
@@ -625,10 +632,12 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         why = next((f" ({words})" for mark, words in _UNREACHED.items() if mark in text), "")
         return StorageUnavailableError(f"{start}: {detail}{why}")
     if "Encountered object with invalid path" in text:
-        return StorageError(
+        odd = StorageError(
             f"{start}: an object there has a name that is no path, with an empty part ('//'), '.' or '..', and the "
             f"client lists nothing beside it ({detail}); rename or delete it, with the tool that made it"
         )
+        odd.errno = errno.EILSEQ
+        return odd
     if status == 400 and _CODE.search(text) is None:
         # S3 answers so to a HEAD, whose answers have no body, when a session has ended.
         return StorageError(f"{start}: {detail}; no reason was given: expired credentials are the usual reason")

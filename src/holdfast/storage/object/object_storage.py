@@ -395,15 +395,16 @@ class _ObjectWriter(FileWriter):
         check_view(self._path, size=self._size, offset=self._offset, nbytes=len(view))
         content = view[: max(0, self._size - self._offset)]
         self._offset += len(view)
-        with self._errors("write"):
-            if self._upload is None:
-                room = _part_bytes(self._size) - len(self._begun)
-                self._begun += content[:room]
-                content = content[room:]
-                if self._size <= _part_bytes(self._size) or len(self._begun) < _part_bytes(self._size):
-                    return
+        if self._upload is None:
+            room = _part_bytes(self._size) - len(self._begun)
+            self._begun += content[:room]
+            content = content[room:]
+            if self._size <= _part_bytes(self._size) or len(self._begun) < _part_bytes(self._size):
+                return
+            with self._errors("write"):
                 self._upload = again_if_broken(self._begin)
-                self._begun = bytearray()
+            self._begun = bytearray()
+        with self._client.errors("write", self._key, is_answer=False):  # the client takes bytes before it sends them
             for begin in range(0, len(content), _CHUNK):
                 # A copy: the client keeps the bytes until the part is sent, and the caller reuses its memory.
                 self._upload.write(bytes(content[begin : begin + _CHUNK]))

@@ -13,6 +13,7 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast._meant import removed
+from holdfast.checkpointer.first_step import first_step_checks
 from holdfast.checkpointer.meeting import same_for_all
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.config import Guard
@@ -242,6 +243,8 @@ class Trainer:
         )  # fmt: skip
         self._generators: Mapping[str, Any] | None = self._load(start)
         self._sets_rates = start.lacks_rates  # until training begins
+        self._saved = start.saved
+        self._has_stepped = False
 
     def _measure(self, train_metrics: Any, eval_metrics: Any, *, with_loss: bool) -> None:
         """Choose the metrics: those given, else the model's own."""
@@ -274,8 +277,8 @@ class Trainer:
             with generators_kept():  # what is loaded before training begins must not move its random numbers
                 generators = start.run()
             self._engine.run(Event.AFTER_LOAD)
-        except BaseException:
-            self._group.abandon()
+        except BaseException as error:
+            self._group.abandon(error)
             raise
         return generators
 
@@ -379,6 +382,10 @@ class Trainer:
             )  # fmt: skip
             engine.run(Event.FIT_START)
             self._go_on()
+            if state.ranks.leads and not self._has_stepped:
+                live = {"state": {"model": state.model, "optimizers": state.optimizers}}
+                loop.checks = first_step_checks(live, *(self._saved or ()))
+            self._has_stepped, self._saved = True, None
             was_left = state.is_finished and state.dataset_state.stage == "fit_end"
             complete = loop.run()
             if not complete:

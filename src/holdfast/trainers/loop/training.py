@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 from holdfast.state.data.batches import ResumableBatches, batch_length
 from holdfast.state.tree import rng
@@ -24,6 +25,7 @@ from .state import State
 from .stop_policy import StopPolicy
 from .time import Event, Every, Timestamp, When
 
+_LOG = get_logger("trainers.loop")
 _END: Any = object()
 _EVAL_EVENTS = {"batch_eval": Event.BATCH_CHECKPOINT, "epoch_eval": Event.EPOCH_CHECKPOINT}
 
@@ -42,6 +44,9 @@ class TrainingLoop:
         logs_metrics: metrics of training are logged after each batch, too; the same on all ranks.
         pace: keeps the clock, and says when the loop is left after the current batch.
         saves: tells whether a saver is due at an event.
+
+    Attributes:
+        checks: called once after the first batch that is trained; what they give is logged.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class TrainingLoop:
         self._step, self._evaluation, self._pace = step, evaluation, pace
         self._eval_every, self._schedule_by_batch, self._saves = eval_every, schedule_by_batch, saves
         self._logs_metrics = logs_metrics
+        self.checks: list[Callable[[], str]] = []
         self._counted = True  # all ranks know beforehand how many batches an epoch has
         self._before = 0  # samples of the epoch before the batch drawn last
         self._batches: ResumableBatches | None = None  # of the epoch that is trained
@@ -140,6 +146,9 @@ class TrainingLoop:
             self._tell(Event.AFTER_DATALOADER)
             self._tell(Event.BATCH_START)
             self._step.run()
+            while self.checks:
+                if found := self.checks.pop(0)():
+                    _LOG.warning(found)
             if self._has_moved:
                 raise _refusal("a batch is trained")
             if self._schedule_by_batch:

@@ -38,7 +38,18 @@ from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import certainly_uncommitted, committed_already, outcome
 from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
-from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
+from .sources import (
+    SMALL_BYTES,
+    Contents,
+    Copier,
+    changed,
+    check_metadata,
+    damaged,
+    opened,
+    read_incoming,
+    remove_incoming,
+    scan,
+)
 
 _LOG = get_logger("writer")
 _NAMED = 5
@@ -450,6 +461,9 @@ def _list(
             f"{join(storage.uri, job.directory)}: files of a checkpoint cannot be called "
             f"{', '.join(ascii(name) for name in bad[:_NAMED])}: use names in UTF-8, without backslashes"
         )
+    if METADATA_FILE in names:
+        place = join(job.directory, METADATA_FILE)
+        check_metadata(join(storage.uri, job.directory), storage.read(place))
     storage.sync_all([join(job.directory, name) for name in [*known, *others]])  # who brought them need not have cared
     for name in others:
         table = copier.digest_object(storage, join(job.directory, name))

@@ -28,7 +28,7 @@ from holdfast.errors import (
     StorageError,
     StorageNotFoundError,
 )
-from holdfast.format.digest import chunk_digests, digested, file_digest, table_at, table_bytes
+from holdfast.format.digest import chunk_digests, closed_object, digested, file_digest, table_at, table_bytes
 from holdfast.format.manifest import MAX_FOLDERS, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, METADATA_FILE, REMOVING_NAME, SIDECARS, check_path, join
 from holdfast.format.parts import is_passing
@@ -237,15 +237,18 @@ def _of_checkpoint(source: IngestSource, found: list[SourceFile], manifest: Mani
 
 
 def check_contents(where: str, contents: Contents) -> Contents:
-    """Refuse names that no checkpoint can have; return the contents.
+    """Refuse names that no checkpoint can have, and metadata that nobody could read; return the contents.
 
     Args:
         where: the source, for messages.
         contents: what is in it.
 
     Raises:
-        ConfigError: a file or directory has such a name, or too many directories hold nothing.
+        ConfigError: a file or directory has such a name, too many directories hold nothing, or the metadata are no JSON
+            object.
     """
+    if contents.metadata is not None:
+        check_metadata(f"{where} (rank {contents.rank})", contents.metadata)
     bad = []
     for name in (*[file.name for file in contents.files], *contents.bare):
         try:
@@ -270,6 +273,21 @@ def check_contents(where: str, contents: Contents) -> Contents:
             f"do not start with {TEMPORARY!r}"
         )
     return contents
+
+
+def check_metadata(where: str, data: bytes) -> None:
+    """Refuse a metadata file that nobody could read.
+
+    Raises:
+        ConfigError: it is no JSON object, or differs from its digest.
+    """
+    try:
+        closed_object(data)
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: {METADATA_FILE} is not the JSON object that Checkpoint.get_metadata() reads ({error}): write it "
+            "with set_metadata(), or give the file another name"
+        ) from error
 
 
 def damaged(source: str, name: str) -> CorruptCheckpointError:

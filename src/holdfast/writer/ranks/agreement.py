@@ -64,6 +64,10 @@ class SaveVerdict:
 
 
 Action = CommitSave | SaveOutcome | SaveVerdict
+_ALL_MAKE_IT = (
+    "Every rank has to make every save, in the same order, and to call ck.report() too, which saves a step for a "
+    "metric that keep= ranks by; for a save that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +75,9 @@ class _Save:
     place: tuple[str, int | None]  # directory and step, which must be the same for all
     first: int
     deadline: float
+    mark: int | None = None  # steps that `first` had done, at the latest, when it began
+    ahead: dict[int, int] = field(default_factory=dict)  # rank that has gone on without this save -> times seen so
+    told: bool = False
     begun: set[int] = field(default_factory=set)
     stored: set[int] = field(default_factory=set)
     committing: bool = False
@@ -171,6 +178,26 @@ class JointSaves:
         """Note whether the system has stopped a rank's trainer (SIGSTOP, a debugger); used in error messages only."""
         (self._stopped.add if on else self._stopped.discard)(rank)
 
+    def at(self, rank: int, done: int) -> list[str]:
+        """Note how many steps a rank has done, of which all ranks do the same; return what to say, once for each save.
+
+        A rank that has done more than the first one had when it began a save, and does not begin it from one sign of
+        life to the next, has not left out the call by being slow.
+        """
+        said = []
+        for state in self._saves.values():
+            if rank == state.first:
+                state.mark = done if state.mark is None else state.mark
+            elif rank not in state.begun and state.mark is not None and done > state.mark:
+                state.ahead[rank] = state.ahead.get(rank, 0) + 1
+                if state.ahead[rank] == 2 and not state.told:
+                    state.told = True
+                    said.append(
+                        f"rank {rank} has gone on without {_place(state.place)}, which rank {state.first} saves: it is "
+                        f"waited for, {self._timeout_s:g} s at most. {_ALL_MAKE_IT}"
+                    )
+        return said
+
     def expire(self, now: float) -> list[Action]:
         """Give up saves whose time is up."""
         actions: list[Action] = []
@@ -228,11 +255,7 @@ class JointSaves:
         writing = [rank for rank in ranks if rank in state.begun and rank not in state.stored]
         if writing:
             parts.append(f"the part of {rank_list(writing)} is not durable yet")
-        return (
-            f"{_place(state.place)} was not saved within {self._timeout_s:g} s: {'; '.join(parts)}. Every rank has to "
-            "make every save, and to call ck.report() too, which saves a step for a metric that keep= ranks by; for a "
-            "save that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
-        )
+        return f"{_place(state.place)} was not saved within {self._timeout_s:g} s: {'; '.join(parts)}. {_ALL_MAKE_IT}"
 
 
 class JointUploads:
@@ -399,7 +422,7 @@ def _gone(place: tuple[str, int | None], rank: int, why: str) -> str:
 def _disagreement(rank: int, place: tuple[str, int | None], state: _Save) -> str:
     return (
         f"the ranks do not save the same: rank {rank} saves {_place(place)} where rank {state.first} saves "
-        f"{_place(state.place)}; all ranks have to make the same saves in the same order (ranks='this' saves alone)"
+        f"{_place(state.place)}. {_ALL_MAKE_IT}"
     )
 
 

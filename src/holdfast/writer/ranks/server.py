@@ -345,6 +345,8 @@ class ControlServer:
     def _on_beat(self, rank: int, message: Message) -> None:
         self.steps.at(rank, message["step"])
         self.saves.stopped(rank, on=message["stopped"])
+        for said in self.saves.at(rank, message["step"]):
+            _LOG.warning("%s", said)
 
     def _on_held(self, rank: int, message: Message) -> None:
         self._members[rank].held = True

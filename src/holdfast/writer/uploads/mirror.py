@@ -215,7 +215,7 @@ class RemoteRun:
 
     def _copy(self, name: str, previous: str | None, stop: Callable[[], bool]) -> Copied:
         for last in (False, True):
-            in_the_way = self._is_void(name)
+            in_the_way = self.catalog.is_void(name)
             if in_the_way:
                 self.heartbeat.announce([name])  # its checkpoint was committed too late, and does not count
             try:
@@ -225,7 +225,7 @@ class RemoteRun:
                     )
             except CheckpointExistsError:
                 # It may have been committed just now, by an owner that was taken over and has woken up.
-                if last or not self._is_void(name):
+                if last or not self.catalog.is_void(name):
                     raise
         raise AssertionError("not reached")
 
@@ -240,12 +240,6 @@ class RemoteRun:
         except StorageError as error:
             return error.errno != errno.EIO
         return True
-
-    def _is_void(self, name: str) -> bool:
-        try:
-            return self.catalog.is_void(name, read_manifest(self._storage, name))
-        except CheckpointError:
-            return False
 
     def retain(self) -> list[Verdict]:
         """Save the index and apply the rules to all that was said by now; give what was deleted."""

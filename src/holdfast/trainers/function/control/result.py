@@ -184,7 +184,8 @@ class Result:
 
         One row for each report, with the columns step, attempt, time (UTC) and checkpoint (its name, if it has one),
         and a column for each metric, nested ones as "val/acc". A metric with the name of one of the first columns keeps
-        it, the column is then ``_step`` and so on. Steps that a restart made void are not in it.
+        it, the column is then ``_step`` and so on. Steps that a restart made void are not in it. Text that has no UTF-8
+        form (a file name with a stray byte) is escaped, as `holdfast log` shows it; `metrics` has it as it is.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -203,7 +204,9 @@ class Result:
         if any(row.get("epoch") is not None for row in rows) and "epoch" not in names:
             columns["epoch"] = [row.get("epoch") for row in rows]
         columns = {f"_{name}" if name in names else name: values for name, values in columns.items()}
-        return pd.DataFrame({**columns, **{name: [row_metrics.get(name) for row_metrics in metrics] for name in names}})
+        for name in names:
+            columns[_text(name)] = [_text(row_metrics.get(name)) for row_metrics in metrics]
+        return pd.DataFrame(columns)
 
     # -- the style of Ray 1.x ------------------------------------------------------------------------------------
 
@@ -412,3 +415,10 @@ def _lost(attempt: Attempt, following: Attempt | None, times: _Times) -> float:
 def _moment(text: str | None) -> datetime | None:
     seconds = timestamp(text) if text else 0.0
     return datetime.fromtimestamp(seconds, timezone.utc) if seconds else None
+
+
+def _text(value: Any) -> Any:
+    """Escape lone surrogates of strings: pandas takes none."""
+    if isinstance(value, list):
+        return [_text(item) for item in value]
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
+from holdfast.checkpointer.first_step import first_step_checks
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, SessionError
 from holdfast.format.strict_json import check_length
 from holdfast.model_files import Content, ModelFiles, model_files_of
@@ -28,7 +30,7 @@ from holdfast.writer.messages import IngestSource, SaveJob
 
 from ..config import TIMESTAMP, CheckpointUploadMode, ValidationTaskConfig
 from ..handoff import HandoffArea, Staging, Taken, check_source, left_directory, name_in_run, remove_local, take
-from ..transit import describe_location, open_root, pack_checkpoint
+from ..transit import checkpoint_at, describe_location, open_root, pack_checkpoint
 from .link import ControllerLink
 
 _LOG = get_logger("trainers.function")
@@ -309,6 +311,7 @@ class Delivery:
         self._sender: SerialExecutor | None = None
         self._sending: deque[Future[None]] = deque()
         self._closed = False
+        self._checks: list[Callable[[], str]] | None = None  # of the training between the first two states
 
     def enter(self, request: Request, index: int) -> Finish | None:
         """Enter report ``index``; return a function that waits for its end, None if nothing has to wait."""
@@ -526,10 +529,27 @@ class Delivery:
 
     def _state(self, request: Request, index: int) -> None:
         assert request.state is not None
+        if self._area.rank == 0:
+            self._look_at(request.state)
         self._root()  # before the report is entered: opening it may fail
         header = self._header(request, index, "state")
         go = self._link.answer(self._link.call(header), f"report {index}").header["value"]["go"]
         self._submit("state", request.state, go, index, request.model_files)
+
+    def _look_at(self, state: Mapping[Any, Any]) -> None:
+        """Say once what training has shown of a resume, when a second state is reported."""
+        if self._checks is None:
+            location, saved, manifest = self._begin["checkpoint"], None, None
+            if location is not None:
+                begun = checkpoint_at(location)
+                if begun.uri.startswith(f"{self._area.uri.rstrip('/')}/"):  # of this very run
+                    with suppress(HoldfastError):  # it is a hint only
+                        saved, manifest = begun.storage.child(begun.directory), begun.manifest
+            self._checks = first_step_checks(state, saved, manifest)
+            return
+        while self._checks:
+            if found := self._checks.pop(0)():
+                _LOG.warning(found)
 
     def _submit(
         self,

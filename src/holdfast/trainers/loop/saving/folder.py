@@ -298,7 +298,7 @@ class SaveFolder:
         Args:
             reason: how this life ended, for the run.
             patient: wait for what is under way.
-            wait_s: for the writer to end, if not patient.
+            wait_s: for the writer to end, if not patient: until then others find the leases taken.
             step: batches trained, if that is to be recorded.
             epoch: epochs trained.
         """
@@ -307,7 +307,7 @@ class SaveFolder:
         self._above = max(self._above, self.attempt)
         self.attempt = 0
         try:
-            self.claims.release(patient=patient)
+            self.claims.release(patient=patient, wait_s=wait_s)
         finally:
             if session is not None:
                 details = {} if step is None else {"last_step": step}
@@ -478,16 +478,17 @@ class FileLeases:
         """Tell whether a name is held."""
         return shape in self._held
 
-    def release(self, *, patient: bool) -> None:
+    def release(self, *, patient: bool, wait_s: float = 0.0) -> None:
         """Let others have the names, after what is being written; idempotent. A lease that cannot go goes stale.
 
         Args:
             patient: wait for that; else the writer does it by itself.
+            wait_s: for that, if not patient.
         """
         self._held.clear()
         client, self._client = self._client, None
         if client is not None:  # in a forked child this ends nothing
-            client.close(TIMEOUT_S if patient else 0.0)
+            client.close(TIMEOUT_S if patient else wait_s)
 
 
 def _of(shape: str) -> str:

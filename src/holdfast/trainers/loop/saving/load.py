@@ -15,7 +15,7 @@ from holdfast.checkpointer.functions import save
 from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S
 from holdfast.checkpointer.run_session import answer
 from holdfast.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
-from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers
 from holdfast.state.load.stored import Stored, open_stored
@@ -83,6 +83,7 @@ class LoadReport:
         notes: one line each.
         generators: states of random generators that it held, to be put back when training begins.
         checkpoint_id: of a directory; None for a single file.
+        saved: root and manifest of that directory.
     """
 
     uri: str
@@ -93,6 +94,7 @@ class LoadReport:
     generators: Mapping[str, Any] | None = None
     headline: str = ""
     checkpoint_id: str | None = None
+    saved: tuple[Storage, Manifest] | None = None
 
     def show(self) -> None:
         """Print the block."""
@@ -265,6 +267,8 @@ def _load_stored(
     full = not options.weights_only and "timestamp" in saved
     live: dict[str, Any] = state.live() if full else {"state": {"model": state.model}}
     report = LoadReport(uri, full, checkpoint_id=stored.manifest.checkpoint_id or None)
+    if report.checkpoint_id is not None:
+        report.saved = place, stored.manifest
     skip = _ignored(stored, options.ignore_keys, report)
     if full:
         if "rng" not in stored.tree:

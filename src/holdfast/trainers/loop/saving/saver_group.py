@@ -26,6 +26,7 @@ from holdfast.errors import (
     SessionError,
     StorageNotFoundError,
 )
+from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.life import REQUEUE_STATUS
 from holdfast.run.names import RUN_NAMES, WATCHED
@@ -164,8 +165,7 @@ class SaverGroup:
                 saver.open()
             self._begin_history()
         except BaseException as error:
-            # Nothing is under way: who mends what is wrong and tries again finds the folder free.
-            self.abandon(wait_s=_FREE_S if isinstance(error, Exception) else 0.0)
+            self.abandon(error)
             raise
         self._open = True
 
@@ -337,8 +337,14 @@ class SaverGroup:
         if problem is not None:
             raise problem
 
-    def abandon(self, *, wait_s: float = 0.0) -> None:
-        """Give everything back, without waiting for more than ``wait_s``: what writers were given they still commit."""
+    def abandon(self, before: BaseException | None = None) -> None:
+        """Give everything back without waiting for what is under way: what writers were given they still commit.
+
+        Args:
+            before: an error before any training. Nothing is under way then, and leases are waited for for a moment: who
+                mends what is wrong and tries again in this process finds the folders free.
+        """
+        wait_s = _FREE_S if isinstance(before, Exception) else 0.0
         self.ranks.watch(None)
         for saver in self.savers:
             saver.release()
@@ -374,6 +380,7 @@ class StartingPoint:
 
     Attributes:
         lacks_rates: everything was loaded but the optimizers, which have the learning rates of that moment.
+        saved: root and manifest of the checkpoint of this very run that was loaded; None if it is no directory.
     """
 
     def __init__(
@@ -390,6 +397,7 @@ class StartingPoint:
         self._resumed = False  # of autoresume
         self._own: SaveFolder | None = None  # the folder among ours that holds what was loaded
         self.lacks_rates = False
+        self.saved: tuple[Storage, Manifest] | None = None
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
@@ -418,6 +426,7 @@ class StartingPoint:
         self._context.resumed = report.full and (self._resumed or self._own is not None)
         state = self._context.state
         if self._context.resumed:
+            self.saved = report.saved
             state.go_on_with_run()
         if state.is_finished and not state.dataset_state.stage:
             why = "was stopped (state.stop_training)" if state.stopped else "as long as it should"
