@@ -15,6 +15,7 @@ import ray
 import ray.tune
 import trials
 from object_kit import BUCKET, moto_bucket
+from process_kit import wait_gone, wait_until
 from ray.tune.schedulers import PopulationBasedTraining
 
 import holdfast as hf
@@ -77,13 +78,16 @@ def uninterrupted(steps: int = 10) -> tuple[list[float], list[float]]:
 def test_killed(tmp_path: Path, remote: bool) -> None:
     """A trial killed with SIGKILL goes on from its newest checkpoint and ends with the weights of one that was not.
 
-    Tune keeps the two best by the metric, on a disk or in a bucket; each is a checkpoint with every byte as it was.
+    Tune keeps the two best by the metric, on a disk or in a bucket; each is a checkpoint with every byte as it was, and
+    with nothing of a report in which the trial died.
     """
     bucket = pyarrow.fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], region="us-east-1")
     (result,) = tuned(trials.killed_once, tmp_path, {}, keep=2, storage=(f"{BUCKET}/tune", bucket) if remote else None)
     expected, losses = uninterrupted()
     assert (tmp_path / "died").exists()
     assert json.loads(result.metrics["weights"]) == expected
+    assert result.metrics["of"] == {"last": result.metrics["loss"]}
+    assert list(result.metrics_dataframe["torn"].dropna()) == ["NotFound"]  # replaced, not added to
     kept = [hf.Checkpoint(one.path, one.filesystem) for one, _ in result.best_checkpoints]
     assert all(one.verify().ok for one in kept)
     best = sorted(range(10), key=lambda step: losses[step])[:2]
@@ -94,7 +98,10 @@ def test_killed(tmp_path: Path, remote: bool) -> None:
 
 
 def test_population(tmp_path: Path) -> None:
-    """Population based training clones the better trial: the worse one goes on from a checkpoint of the other."""
+    """Population based training clones the better trial: the worse one goes on from a checkpoint of the other.
+
+    Ray kills the child processes of a trial that it pauses. Nobody hears of the death of a writer.
+    """
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration", perturbation_interval=4, quantile_fraction=0.5, synch=True,
         hyperparam_mutations={"lr": [0.05, 0.0001]},
@@ -107,6 +114,8 @@ def test_population(tmp_path: Path) -> None:
     assert cloned
     assert all(one["steps"] % 4 == 0 for one in cloned)
     assert all(result.metrics["steps"] == 8 for result in results)
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    assert not [path for path in logs.glob("worker-*") if "writer process died" in path.read_text(errors="replace")]
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -135,6 +144,16 @@ def test_outside_of_a_trial() -> None:
         holdfast.ray_tune.report({"loss": 1.0})
     with pytest.raises(hf.errors.SessionError, match="trial"):
         holdfast.ray_tune.get_checkpoint()
+
+
+def test_an_actor_that_ray_kills(tmp_path: Path) -> None:
+    """``ray.kill`` ends the children of an actor too: a sealed save is committed all the same, the lease given up."""
+    actor = ray.remote(trials.Saver).remote()
+    pid = ray.get(actor.save.remote(str(tmp_path)))
+    ray.kill(actor)
+    assert wait_gone(pid)
+    assert wait_until(lambda: not (tmp_path / "lease.json").exists())
+    assert hf.load(tmp_path)["step"] == 1
 
 
 def test_a_trial_that_trains_on_the_cluster(tmp_path: Path) -> None:
