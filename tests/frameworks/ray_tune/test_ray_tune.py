@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +98,23 @@ def test_killed(tmp_path: Path, remote: bool) -> None:
     assert {one.load()["steps"] for one in kept} >= {step + 1 for step in best}
     assert max(one.load()["steps"] for one in kept) == 10
     assert len(kept) <= 3
+
+
+def test_restored(tmp_path: Path) -> None:
+    """A trial is killed, then the driver: `Tuner.restore` ends with the weights of a run that was not.
+
+    No checkpoint has files of one that was there before.
+    """
+    address = ray.get_runtime_context().gcs_address
+    code = "import sys, trials; trials.drive(*sys.argv[1:])"
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path), address], timeout=300, check=False)
+    assert died.returncode == -signal.SIGKILL
+    trainable = ray.tune.with_resources(trials.killed_once, {"cpu": 1})
+    (result,) = ray.tune.Tuner.restore(str(tmp_path / "t"), trainable, resume_errored=True).fit()
+    assert json.loads(result.metrics["weights"]) == uninterrupted()[0]
+    kept = sorted(tmp_path.glob("t/*/checkpoint_*"))
+    assert [hf.load(path)["steps"] for path in kept] == list(range(1, 11))
+    assert all(len(list(path.glob("state-*.json"))) == 1 for path in kept)
 
 
 def test_population(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.tune
 import torch
 
@@ -57,10 +59,26 @@ def killed_once(config: dict[str, Any]) -> None:
             with newest.filesystem.open_output_stream(torn.read_text()) as file:
                 file.write(b"a part")
             os.kill(os.getpid(), signal.SIGKILL)
+        if state["steps"] == 8 and "driver" in config and not (driver := Path(config["folder"], "driver")).exists():
+            driver.touch()
+            os.kill(config["driver"], signal.SIGKILL)
+            time.sleep(600)  # Ray ends the trials of a driver that is gone
         metrics = {"loss": loss, "weights": str(weights(state)), "of": {"last": torch.tensor(loss)}}
         if checkpoint is not None and state["steps"] == 7:
             metrics["torn"] = checkpoint.filesystem.get_file_info(torn.read_text()).type.name
         holdfast.ray_tune.report(metrics, state=state)
+
+
+def drive(folder: str, address: str) -> None:
+    """Be the driver of an experiment whose trial kills itself, and later its driver."""
+    ray.init(address=address, log_to_driver=False)
+    ray.tune.Tuner(
+        ray.tune.with_resources(killed_once, {"cpu": 1}),
+        param_space={"folder": folder, "driver": os.getpid()},
+        run_config=ray.tune.RunConfig(
+            name="t", storage_path=folder, verbose=0, failure_config=ray.tune.FailureConfig(max_failures=2)
+        ),
+    ).fit()
 
 
 def population(config: dict[str, Any]) -> None:
