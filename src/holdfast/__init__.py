@@ -91,7 +91,9 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "errors": ("ControllerError", "SessionMisuseError", "WorkerGroupError", *_errors.__all__),
 }  # fmt: skip
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = frozenset({"collective", "torch"})  # used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`
+# Used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`, which is all that a process of Ray does for
+# what stands inside the function that it has got.
+_MODULES = frozenset({"collective", "ray_tune", "torch"})
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 

@@ -14,6 +14,7 @@ Tune gets a few bytes that say where it is.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
@@ -46,7 +47,8 @@ def report(
     """Report a trial's metrics to Tune, with a checkpoint if there is one.
 
     Args:
-        metrics: for Tune and its schedulers; numbers and strings are noted in the checkpoint of a ``state`` too.
+        metrics: for Tune and its schedulers, which get tensors of one element as numbers; numbers and strings are noted
+            in the checkpoint of a ``state`` too.
         state: saved, and handed to Tune. Anything that `holdfast.save` takes.
         checkpoint: committed already. It must stay there for as long as Tune may come back to it: the
             `Keep` of its run has to last longer than Tune's ``num_to_keep``.
@@ -60,19 +62,21 @@ def report(
     tune = _tune("report")
     if state is not None and checkpoint is not None:
         raise ConfigError("give a state or a checkpoint, not both")
+    for_tune = _without_tensors(metrics)
     if state is None and checkpoint is None:
-        tune.report(dict(metrics))
+        tune.report(for_tune)
         return
     with scratch_directory() as folder:
         directory = os.path.join(folder, "checkpoint")  # Tune copies it before its `report` returns
         if state is not None:
-            save(directory, state, metrics=scalars(metrics), ranks="this")
+            save(directory, state, metrics=scalars(for_tune), ranks="this")
         else:
             assert checkpoint is not None
             os.makedirs(directory)
             with open(os.path.join(directory, REFERENCE_NAME), "w", encoding="utf-8") as file:
                 json.dump(_reference(checkpoint), file)
-        tune.report(dict(metrics), checkpoint=tune.Checkpoint.from_directory(directory))
+        _make_room(tune)
+        tune.report(for_tune, checkpoint=tune.Checkpoint.from_directory(directory))
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -107,6 +111,21 @@ def get_checkpoint() -> Checkpoint | None:
             f"not {reference['checkpoint_id']}): give every trial a run of its own"
         )
     return checkpoint
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_tensors(one) for name, one in value.items()}
+    return value.item() if callable(numel := getattr(value, "numel", None)) and numel() == 1 else value
+
+
+def _make_room(tune: Any) -> None:
+    """Remove what the trial left, when it died in its report, in the directory that Tune copies into next."""
+    following = copy.copy(tune.get_context().get_storage())
+    following.current_checkpoint_index += 1
+    path, filesystem = following.checkpoint_fs_path, following.storage_filesystem
+    if filesystem.get_file_info(path).type.name != "NotFound":
+        filesystem.delete_dir(path)
 
 
 def _reference(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -100,6 +100,17 @@ def test_steps_that_are_lost_without_an_error_are_said(tmp_path: Path, how: str)
     assert err.count("steps 1 to 2 are in no checkpoint") == (how != "closed"), err
 
 
+def test_a_save_under_way_at_the_end_of_a_script_is_not_said_to_be_lost(tmp_path: Path) -> None:
+    """The end of the interpreter waits for it; steps after it are lost."""
+    body = (
+        "import sys, torch, holdfast as hf\nstate = {'w': torch.zeros(1 << 24)}\n"
+        "ck = hf.Checkpointer(sys.argv[1], state, every=None).start(); ck.step(); ck.save(); ck.step()\n"
+    )
+    code, _, err = kit.finish(kit.start(body, tmp_path / "run"))
+    assert code == 0
+    assert "step 2 is in no checkpoint" in err
+
+
 def test_steps_are_said_to_be_lost_although_their_snapshot_could_not_be_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,8 +101,11 @@ def test_preemption_names_what_saves() -> None:
 
 
 def test_submodules_after_a_plain_import() -> None:
-    """`holdfast.torch.TorchTrainer` needs no import of its own, and imports no torch."""
-    code = "import sys, holdfast; holdfast.torch.__name__; holdfast.collective.barrier"
+    """`holdfast.torch.TorchTrainer` needs no import of its own, and imports no torch.
+
+    Nor does `holdfast.ray_tune`: the process of a trial imports what the function itself names, and no more.
+    """
+    code = "import sys, holdfast; holdfast.torch.__name__; holdfast.collective.barrier; holdfast.ray_tune.report"
     subprocess.run([sys.executable, "-c", f"{code}; holdfast.torch.TorchTrainer"], check=True)
 
 

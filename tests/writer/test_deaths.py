@@ -147,6 +147,23 @@ def test_a_killed_writer_is_started_again_and_commits(tmp_path: Path, caplog: py
         client.run_op("report", rows=[{"step": 1, "metrics": {"loss": 1.0}}]).result(20)
 
 
+def test_in_a_process_of_ray_the_writer_is_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray kills the children of what it ends: there the writer is none; it is started again, and ends, all the same."""
+    monkeypatch.setenv("RAY_RAYLET_PID", str(os.getppid()))
+    storage = LocalStorage(tmp_path)
+    with kit.fill([b"x" * 5000]) as arena, WriterClient.start(storage) as client:
+        first = client.process_id
+        assert first is not None
+        children = {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+        assert first not in children
+        client.submit(storage, kit.make_job([b"x" * 5000]), [b"{}"], arena).result(30)
+        os.kill(first, signal.SIGKILL)
+        assert wait_until(lambda: client.process_id != first)
+        second = client.process_id
+        client.submit(storage, kit.make_job([b"x" * 5000], step=2), [b"{}"], arena).result(30)
+    assert not os.path.exists(f"/proc/{second}/exe")
+
+
 def test_a_save_that_follows_the_copying_survives_the_death_of_its_writer(tmp_path: Path) -> None:
     """Killed while it waits for the rest of the arena: the new writer gets the mark so far, then the rest; commits."""
     storage = LocalStorage(tmp_path)

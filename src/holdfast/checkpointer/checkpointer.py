@@ -17,7 +17,7 @@ from holdfast._meant import suggests
 from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
 from holdfast.config import Guard, Keep, Mirror
-from holdfast.errors import ConfigError, SessionError
+from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.run.data_ring import DataRing
 from holdfast.run.life import RolledBack
 from holdfast.state.data.loaders import PersistentWorkerSeeds
@@ -641,8 +641,10 @@ def _view_of(storage: Storage) -> RunView:
 def _say_not_closed() -> None:
     """Say at the end of the interpreter which runs were entered by `start` and not left."""
     for checkpointer in list(_STARTED):
-        course = checkpointer._course
-        if course is None or not checkpointer._open or os.getpid() != checkpointer._owner:
+        course, session = checkpointer._course, checkpointer._session
+        if course is None or session is None or not checkpointer._open or os.getpid() != checkpointer._owner:
             continue
         if course.pace.snapshots is None:  # else the writer saves the last snapshot
+            with contextlib.suppress(HoldfastError):  # a save under way is no loss: the interpreter waits for it anyway
+                session.settle()
             course.say_left("the script has ended without ck.close()")

@@ -1,15 +1,19 @@
 """The trainer's half of the conversation: calls that wait for answers, the writer's start and its death.
 
 The other half is a plain interpreter in a session of its own (`launch_process`), or a thread (`launch_thread`).
+Ray kills the children of a task, actor or trial that it ends; there the interpreter is no child (`Orphan`).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import itertools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -120,7 +124,7 @@ class Conversation:
         self.memory: Arena | None = None  # of the trainer of that run, see `WriterClient.open_run`
         self.names: dict[tuple[int, str], dict[str, Any]] = {}  # how the writer has taken the leases of single files
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Orphan | None = None
         self._told_ranks: list[dict[str, Any]] = []  # messages to other ranks that a new writer repeats
         self._numbers = itertools.count(1)
         self._calls: dict[int, PendingCall] = {}
@@ -395,7 +399,7 @@ class Conversation:
             stages = self.team is not None and "stage" in self.team[0]  # parts that only a new writer would bring
             if self._closing and not self._calls and not stages:
                 return False
-            died = f"the writer process died (exit status {status})"
+            died = "the writer process died" + ("" if status is None else f" (exit status {status})")
             now = time.monotonic()
             if now - self._restarted < _RESTART_PAUSE_S:
                 self._failure = f"{died} for the second time in short: saving has stopped; see the kernel's log for why"
@@ -487,6 +491,10 @@ _BOOT = (
     "import sys,json;a=json.loads(sys.argv[1]);sys.path.extend(a['paths']);"
     "from holdfast.writer.server import main;main(a['socket'],a['trainer'])"
 )
+# Its own child goes on: the parent says who that is, and ends.
+_BOOT_ORPHAN = (
+    "import os;n=os.fork();n and (os.write(1,b'%d'%n),os._exit(0));os.dup2(os.open(os.devnull,os.O_WRONLY),1);" + _BOOT
+)
 
 
 # Held while the writer's end of the socket is open here: a child forked in between by another thread would keep it, and
@@ -528,7 +536,40 @@ def _own_pidfd() -> int:
         return -1
 
 
-def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
+class Orphan:
+    """A writer that is no child of this process, with those methods of a ``Popen`` that are used here.
+
+    Attributes:
+        pid: of the writer.
+        returncode: never known.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+        self._fd = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: not within so many seconds.
+        """
+        if self._fd < 0:
+            return
+        end = select.poll()
+        end.register(self._fd, select.POLLIN)
+        if not end.poll(None if timeout is None else timeout * 1000):
+            raise subprocess.TimeoutExpired("the writer", timeout or 0.0)
+        os.close(self._fd)
+        self._fd = -1
+
+    def kill(self) -> None:
+        """Kill it, if it lives."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+
+def launch_process() -> tuple[Channel, subprocess.Popen[bytes] | Orphan]:
     """Start the writer process and return our end of the channel; it is ready about 0.03 s later.
 
     Raises:
@@ -539,15 +580,20 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
         # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
         trainer = _own_pidfd()
         options = {"socket": theirs.fileno(), "trainer": trainer, "paths": own_paths()}
+        # A process that Ray has started: its children are killed when it ends in order, or by ray.kill.
+        is_orphan = trainer >= 0 and os.environ.get("RAY_RAYLET_PID") == str(os.getppid())
+        process: subprocess.Popen[bytes] | Orphan
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(options)],
+            process = child = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT_ORPHAN if is_orphan else _BOOT, json.dumps(options)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if is_orphan else subprocess.DEVNULL,
                 cwd="/",
                 pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
                 start_new_session=True,
             )
+            if is_orphan:
+                process = Orphan(int(child.communicate()[0] or -1))
         except OSError as error:
             ours.close()
             raise HoldfastError(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ import ray
 import ray.tune
 import trials
 from object_kit import BUCKET, moto_bucket
+from process_kit import wait_gone, wait_until
 from ray.tune.schedulers import PopulationBasedTraining
 
 import holdfast as hf
@@ -77,13 +81,16 @@ def uninterrupted(steps: int = 10) -> tuple[list[float], list[float]]:
 def test_killed(tmp_path: Path, remote: bool) -> None:
     """A trial killed with SIGKILL goes on from its newest checkpoint and ends with the weights of one that was not.
 
-    Tune keeps the two best by the metric, on a disk or in a bucket; each is a checkpoint with every byte as it was.
+    Tune keeps the two best by the metric, on a disk or in a bucket; each is a checkpoint with every byte as it was, and
+    with nothing of a report in which the trial died.
     """
     bucket = pyarrow.fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], region="us-east-1")
     (result,) = tuned(trials.killed_once, tmp_path, {}, keep=2, storage=(f"{BUCKET}/tune", bucket) if remote else None)
     expected, losses = uninterrupted()
     assert (tmp_path / "died").exists()
     assert json.loads(result.metrics["weights"]) == expected
+    assert result.metrics["of"] == {"last": result.metrics["loss"]}
+    assert list(result.metrics_dataframe["torn"].dropna()) == ["NotFound"]  # replaced, not added to
     kept = [hf.Checkpoint(one.path, one.filesystem) for one, _ in result.best_checkpoints]
     assert all(one.verify().ok for one in kept)
     best = sorted(range(10), key=lambda step: losses[step])[:2]
@@ -93,8 +100,28 @@ def test_killed(tmp_path: Path, remote: bool) -> None:
     assert len(kept) <= 3
 
 
+def test_restored(tmp_path: Path) -> None:
+    """A trial is killed, then the driver: `Tuner.restore` ends with the weights of a run that was not.
+
+    No checkpoint has files of one that was there before.
+    """
+    address = ray.get_runtime_context().gcs_address
+    code = "import sys, trials; trials.drive(*sys.argv[1:])"
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path), address], timeout=300, check=False)
+    assert died.returncode == -signal.SIGKILL
+    trainable = ray.tune.with_resources(trials.killed_once, {"cpu": 1})
+    (result,) = ray.tune.Tuner.restore(str(tmp_path / "t"), trainable, resume_errored=True).fit()
+    assert json.loads(result.metrics["weights"]) == uninterrupted()[0]
+    kept = sorted(tmp_path.glob("t/*/checkpoint_*"))
+    assert [hf.load(path)["steps"] for path in kept] == list(range(1, 11))
+    assert all(len(list(path.glob("state-*.json"))) == 1 for path in kept)
+
+
 def test_population(tmp_path: Path) -> None:
-    """Population based training clones the better trial: the worse one goes on from a checkpoint of the other."""
+    """Population based training clones the better trial: the worse one goes on from a checkpoint of the other.
+
+    Ray kills the child processes of a trial that it pauses. Nobody hears of the death of a writer.
+    """
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration", perturbation_interval=4, quantile_fraction=0.5, synch=True,
         hyperparam_mutations={"lr": [0.05, 0.0001]},
@@ -107,6 +134,8 @@ def test_population(tmp_path: Path) -> None:
     assert cloned
     assert all(one["steps"] % 4 == 0 for one in cloned)
     assert all(result.metrics["steps"] == 8 for result in results)
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    assert not [path for path in logs.glob("worker-*") if "writer process died" in path.read_text(errors="replace")]
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -135,6 +164,16 @@ def test_outside_of_a_trial() -> None:
         holdfast.ray_tune.report({"loss": 1.0})
     with pytest.raises(hf.errors.SessionError, match="trial"):
         holdfast.ray_tune.get_checkpoint()
+
+
+def test_an_actor_that_ray_kills(tmp_path: Path) -> None:
+    """``ray.kill`` ends the children of an actor too: a sealed save is committed all the same, the lease given up."""
+    actor = ray.remote(trials.Saver).remote()
+    pid = ray.get(actor.save.remote(str(tmp_path)))
+    ray.kill(actor)
+    assert wait_gone(pid)
+    assert wait_until(lambda: not (tmp_path / "lease.json").exists())
+    assert hf.load(tmp_path)["step"] == 1
 
 
 def test_a_trial_that_trains_on_the_cluster(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.tune
 import torch
 
@@ -40,8 +42,9 @@ def weights(state: dict[str, Any]) -> list[float]:
 
 
 def killed_once(config: dict[str, Any]) -> None:
-    """Ten steps; the process dies of SIGKILL in the sixth, the first time."""
+    """Ten steps; the process dies of SIGKILL in the sixth, the first time, with a part of what it reports copied."""
     state = objects()
+    torn = Path(config["folder"], "torn")
     checkpoint = holdfast.ray_tune.get_checkpoint()
     if checkpoint is not None:
         state = hf.load(checkpoint, state)
@@ -50,9 +53,32 @@ def killed_once(config: dict[str, Any]) -> None:
         died = Path(config["folder"]) / "died"
         if state["steps"] == 6 and not died.exists():
             died.touch()
+            newest = ray.tune.get_checkpoint()
+            torn.write_text(f"{os.path.dirname(newest.path)}/checkpoint_000005/torn.safetensors")
+            newest.filesystem.create_dir(os.path.dirname(torn.read_text()))
+            with newest.filesystem.open_output_stream(torn.read_text()) as file:
+                file.write(b"a part")
             os.kill(os.getpid(), signal.SIGKILL)
-        metrics = {"loss": loss, "weights": str(weights(state)), "started_at": state["steps"]}
+        if state["steps"] == 8 and "driver" in config and not (driver := Path(config["folder"], "driver")).exists():
+            driver.touch()
+            os.kill(config["driver"], signal.SIGKILL)
+            time.sleep(600)  # Ray ends the trials of a driver that is gone
+        metrics = {"loss": loss, "weights": str(weights(state)), "of": {"last": torch.tensor(loss)}}
+        if checkpoint is not None and state["steps"] == 7:
+            metrics["torn"] = checkpoint.filesystem.get_file_info(torn.read_text()).type.name
         holdfast.ray_tune.report(metrics, state=state)
+
+
+def drive(folder: str, address: str) -> None:
+    """Be the driver of an experiment whose trial kills itself, and later its driver."""
+    ray.init(address=address, log_to_driver=False)
+    ray.tune.Tuner(
+        ray.tune.with_resources(killed_once, {"cpu": 1}),
+        param_space={"folder": folder, "driver": os.getpid()},
+        run_config=ray.tune.RunConfig(
+            name="t", storage_path=folder, verbose=0, failure_config=ray.tune.FailureConfig(max_failures=2)
+        ),
+    ).fit()
 
 
 def population(config: dict[str, Any]) -> None:
@@ -89,6 +115,16 @@ def by_reference(config: dict[str, Any]) -> None:
             if step == 5 and not died.exists():
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Saver:
+    """An actor that is in the middle of a save."""
+
+    def save(self, run: str) -> int:
+        self.ck = hf.Checkpointer(run, {"w": torch.ones(50_000_000), "step": 1}, every=None).start()
+        self.ck.step()
+        self.ck.save()
+        return os.getpid()
 
 
 def gone(config: dict[str, Any]) -> None:

@@ -462,7 +462,7 @@ def current_session(function: str) -> Session:
         raise SessionError(
             f"holdfast.{function}() was called outside of train_func: it works in the worker processes that "
             "TorchTrainer(train_func).fit() starts, not in the driver and not in processes forked from a worker; in a "
-            "loop of your own use holdfast.Checkpointer or holdfast.save"
+            "loop of your own use holdfast.Checkpointer or holdfast.save, in a trial of Ray Tune holdfast.ray_tune"
         )
     return _current
 
