@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import StatedPosition, clone_of, forget_start, repeatable, resume
+from .loaders import StatedPosition, clone_of, end_epoch, forget_start, repeatable, rest_of, resume
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -353,14 +353,14 @@ class ResumableBatches:
             if begun is not None and is_believed:
                 resume(loader, begun["loader"])
             elif begun is None and self._goes_on_from_carried(ended):
-                # The state of a finished epoch: samplers go on from it to the next order. torchdata makes the iterator
-                # of that epoch in `state_dict`; reseeded, the iterator of this epoch draws the same numbers as ever.
+                # The state of a finished epoch: samplers go on from it to the next order. Reseeded, the iterator of
+                # this epoch draws the same numbers as ever.
                 resume(loader, self._carried["loader"])
-                loader.state_dict()
+                end_epoch(loader)
                 self._stream.reseed()
             if begun is None and self._live is None:
                 forget_start(loader)
-            iterator = iter(loader)
+            iterator = rest_of(loader) if begun is not None and is_believed else iter(loader)
             if not is_believed:
                 self._leave_out(iterator, "has a state that counts other batches than this run was given")
         if begun is not None and is_believed and self._is_same_world:

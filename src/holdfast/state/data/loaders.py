@@ -9,12 +9,14 @@ generator of training where the first process did not. While a run is open, such
 generator of their own.
 
 `StatedPosition` is what the state of torchdata's loader, or of a streaming data set of `datasets`, says of itself.
-`forget_start` lets the next epoch of such a data set begin at its begin.
+`rest_of` and `end_epoch` are for torchdata's node pipelines, whose loader otherwise takes the end of an epoch for the
+begin of the next one. `forget_start` lets the next epoch of such a data set begin at its begin.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from .seeding import SeededCollate, SeededDataset, Stream, generators_of
+from .seeding import SeededCollate, SeededDataset, Stream, generators_of, mix
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_DEPTH, _MOST_ITEMS = 4, 256
@@ -192,6 +194,8 @@ class StatedPosition:
             # Not by isinstance: Accelerate's loaders pass for torchdata's, and count the batches of all ranks.
             if not _is_torchdatas(loader):
                 return cls(is_at_begin=_is_at_begin([state]))
+            if _is_of_nodes(loader):
+                return cls(batches=int(state["num_yielded"]))
             snapshot = state.get("_snapshot")
             if snapshot is None:
                 batches, since, workers = state["_num_yielded"], 0, [state]
@@ -212,6 +216,34 @@ def resume(loader: Any, state: Any) -> None:
     loader.load_state_dict(state)
     with contextlib.suppress(TypeError):
         _resumed.add(loader)
+
+
+def rest_of(loader: Any) -> Iterator[Any]:
+    """Iterate over what is left of the epoch that a loader was resumed in, if only its end."""
+    if not _is_of_nodes(loader):
+        return iter(loader)
+    # It begins anew where its state is at an end, and draws a batch to find out. Whoever asked for its state before it
+    # was resumed made an iterator, which it would go on with.
+    begins_anew, loader.restart_on_stop_iteration, loader._iter_for_state_dict = (
+        loader.restart_on_stop_iteration, False, False,
+    )  # fmt: skip
+    try:
+        rest: Iterator[Any] = iter(loader)
+    finally:
+        loader.restart_on_stop_iteration = begins_anew
+    # Nodes count an epoch if something was asked of them in it, which they do not know after a resume.
+    for node in _nodes_within(loader.root):
+        if getattr(node, "_num_yielded", 0) and getattr(node, "_started", None) is False:
+            node._started = True
+    return rest
+
+
+def end_epoch(loader: Any) -> None:
+    """Let a loader that was resumed at the end of an epoch begin the next one when it is iterated."""
+    if _is_of_nodes(loader):
+        next(rest_of(loader), None)
+    else:
+        loader.state_dict()  # torchdata's loader makes the iterator of the old epoch here
 
 
 class _RepeatableSampler:
@@ -248,6 +280,12 @@ def repeatable(loader: Any, *, seed: int) -> Iterator[None]:
         loader: any loader; of others nothing is changed.
         seed: of the epoch.
     """
+    if _is_of_nodes(loader):
+        for node in _nodes_within(loader.root):
+            if hasattr(node, "epoch_updater") and not hasattr(node.sampler, "state_dict"):
+                if type(node.sampler) is not _NodeSampler:
+                    node.sampler = _NodeSampler(node.sampler)
+                node.sampler.seed = seed
     owner, name = loader, "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
     sampler = vars(loader).get(name) if _is_torchdatas(loader) and hasattr(loader, "__dict__") else None
     if sampler is not None and _is_torchdatas(sampler):  # its iterator has a state, with that of the inner one
@@ -266,6 +304,77 @@ def repeatable(loader: Any, *, seed: int) -> Iterator[None]:
         yield
     finally:
         vars(owner)[name] = sampler
+
+
+class _NodeSampler:
+    """The sampler of a node pipeline: its order depends on a seed, and on the epoch that its node counts and saves.
+
+    Nodes ask for it in threads, so torch's own samplers get a generator in place of the global ones, which would move
+    those of training. A sampler of another kind is drawn as it is there.
+
+    Attributes:
+        seed: of the epochs to come.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._epoch = self.seed = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if callable(getattr(self._sampler, "set_epoch", None)):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._drawn(mix(self.seed, self._epoch, 4))
+
+    def _drawn(self, seed: int) -> Iterator[Any]:
+        if (own := _with_generator(self._sampler, seed)) is not None:
+            yield from own
+        elif threading.current_thread() is threading.main_thread():
+            stand_in = _RepeatableSampler(self._sampler)
+            stand_in.seed = seed
+            yield from stand_in
+        else:
+            yield from self._sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def _with_generator(sampler: Any, seed: int) -> Any:
+    """Return a copy of one of torch's samplers that draws from a generator of its own; None for any other sampler."""
+    if not type(sampler).__module__.startswith("torch.utils.data"):
+        return None
+    own = copy.copy(sampler)
+    if type(sampler) is BatchSampler:
+        own.sampler = _with_generator(sampler.sampler, seed)
+        return None if own.sampler is None else own
+    if hasattr(sampler, "generator"):
+        own.generator = torch.Generator().manual_seed(seed)
+    return own
+
+
+def _is_of_nodes(loader: Any) -> bool:
+    """Tell whether this is the loader of a pipeline of `torchdata.nodes` (as of 0.11)."""
+    return hasattr(loader, "restart_on_stop_iteration") and hasattr(loader, "root") and _is_torchdatas(loader)
+
+
+def _nodes_within(root: Any) -> list[Any]:
+    """Return the nodes of a pipeline, and what torchdata iterates them with."""
+    found, seen, waiting = [], set(), [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+            waiting += value.values() if isinstance(value, dict) else value
+        elif id(value) not in seen and hasattr(value, "__dict__") and _is_torchdatas(value):
+            seen.add(id(value))
+            found.append(value)
+            waiting += vars(value).values()
+    return found
 
 
 def _is_torchdatas(value: Any) -> bool:
