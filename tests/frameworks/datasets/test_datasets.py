@@ -50,10 +50,29 @@ def test_a_state_of_the_begin_is_said_before_a_batch_is_drawn(
     with caplog.at_level(logging.WARNING, "holdfast"):
         first = life(tmp_path, make(), 3)
         second = life(tmp_path, make(), 5)
-    assert not [record for record in caplog.records if record.name.startswith("holdfast")]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("holdfast")]
+    assert [text for text in said if "does not hold what lay in its shuffle buffer" not in text] == []
+    assert len(said) == (name == "shuffled")
     assert not [batch for batch in second if batch in first]
     with pytest.raises(hf.StateMismatchError, match="says that its data set has given no sample of it, and this run"):
         life(tmp_path, make(), 7)
+
+
+@pytest.mark.parametrize(("buffer", "size"), [(1, 0), (8, 8)])
+def test_what_lies_in_a_shuffle_buffer_is_said_to_be_left_out(
+    tmp_path: Path, buffer: int, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a stop in order too, where no ledger knows what should come; a buffer of one sample is complete."""
+
+    def make() -> Any:
+        shuffled = stream(shards=4, buffer=buffer).map(lambda row: row)
+        return StatefulDataLoader(datasets.interleave_datasets([shuffled, stream(shards=4)]), 4)
+
+    life(tmp_path, make(), 3)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        life(tmp_path, make(), 5)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("holdfast")]
+    assert [f"(buffer_size={size}): these samples are left out" in text for text in said] == [True] * (size > 0)
 
 
 class Wrapped(torch.utils.data.IterableDataset[Any]):

@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import StatedPosition, clone_of, end_epoch, forget_start, repeatable, rest_of, resume
+from .loaders import StatedPosition, clone_of, end_epoch, forget_start, repeatable, rest_of, resume, shuffle_buffer
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -363,7 +363,7 @@ class ResumableBatches:
             iterator = rest_of(loader) if begun is not None and is_believed else iter(loader)
             if not is_believed:
                 self._leave_out(iterator, "has a state that counts other batches than this run was given")
-        if begun is not None and is_believed and self._is_same_world:
+        if begun is not None and is_believed:
             self._check_taken(loader)
         if self._seed_samples and begun is not None and begun["rng"] is not None:
             self._stream.load_state_dict(begun["rng"])
@@ -394,7 +394,16 @@ class ResumableBatches:
         return True
 
     def _check_taken(self, loader: Any) -> None:
-        """Say when a loader whose state says where it stands has taken no notice of that."""
+        """Say when a loader whose state says where it stands has taken no notice of that, or its state is not whole."""
+        if self._batches and (size := shuffle_buffer(loader)):
+            self._warn(
+                f"epoch {self._epoch}: the state of a stream of datasets does not hold what lay in its shuffle buffer "
+                f"(buffer_size={size}): these samples are left out of the epoch, and the rest comes in another order. "
+                "Exact are a plain DataLoader over the stream, which draws the epoch again up to its position, and "
+                "shuffle(buffer_size=1), which shuffles whole shards"
+            )
+        if not self._is_same_world:
+            return
         if StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
             return
         with generators_kept():

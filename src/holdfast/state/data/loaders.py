@@ -30,6 +30,7 @@ from .seeding import SeededCollate, SeededDataset, Stream, generators_of, mix
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_DEPTH, _MOST_ITEMS = 4, 256
+_MOST_STEPS = 64  # of a stream: each map, filter or shuffle is one
 _ENTRIES_AHEAD = 64
 _STREAM = "examples_iterable"  # key of the state of an IterableDataset of `datasets` (3 to 5)
 
@@ -394,6 +395,21 @@ def forget_start(loader: Any) -> None:
     if streams and getattr(loader, "persistent_workers", False) and loader in _resumed:
         loader.load_state_dict({})  # torchdata's word for a fresh start
     _resumed.discard(loader)
+
+
+def shuffle_buffer(loader: Any) -> int:
+    """Return the size of the largest shuffle buffer of a loader's streams of `datasets` (3 to 5): no state holds it."""
+    largest, seen, waiting = 1, set(), [(stream, 0) for stream in _streams_within(loader)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+            waiting += [(item, depth) for item in (value.values() if isinstance(value, dict) else value)]
+        elif id(value) not in seen and depth < _MOST_STEPS and type(value).__module__.startswith("datasets."):
+            seen.add(id(value))
+            if "Buffer" in type(value).__name__ and isinstance(size := getattr(value, "buffer_size", None), int):
+                largest = max(largest, size)
+            waiting += [(item, depth + 1) for item in getattr(value, "__dict__", {}).values()]
+    return largest if largest > 1 else 0
 
 
 def _streams_within(owner: Any) -> list[Any]:
