@@ -18,6 +18,7 @@ from loader_cases import (
     assert_same_generators,
     flat,
     lives,
+    masked,
     run,
 )
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -91,6 +92,46 @@ class Buckets(Shuffling):
             order = order[size:]
 
 
+class Stated(Sampler):
+    """Batches of a sampler that keeps its position itself, and one of them comes twice."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 9:
+            self.at += 1
+            yield [0, 1, 0] if self.at == 5 else [self.at, 2 * self.at]
+        self.at = 0
+
+    def __len__(self):
+        return 9
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+class Jittered(Ids):
+    """Augmentation from a generator of the data set."""
+
+    def __init__(self) -> None:
+        self.length, self.rng = N, np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.rng.random()
+
+
+def augmented(data=Augmented, **options):
+    def make():
+        made = {name: value() if value is Stated else value for name, value in options.items()}
+        return StatefulDataLoader(data(), **{"batch_size": 4, "collate_fn": as_list, **made})
+
+    return make
+
+
 def over(**options):
     return lambda: StatefulDataLoader(Ids(), **options)
 
@@ -102,6 +143,22 @@ STATEFUL = [
     ),
     pytest.param(
         lambda: StatefulDataLoader(Augmented(), batch_size=4, shuffle=True, collate_fn=as_list), True, id="aug"
+    ),
+    pytest.param(augmented(shuffle=True, num_workers=2), True, id="aug 2 workers"),
+    pytest.param(
+        augmented(shuffle=True, num_workers=1, persistent_workers=True), True, id="aug persistent worker"
+    ),
+    pytest.param(augmented(shuffle=True, num_workers=1, snapshot_every_n_steps=4), True, id="aug snapshots"),
+    pytest.param(augmented(batch_size=None, shuffle=True, collate_fn=None), True, id="aug without batches"),
+    pytest.param(
+        augmented(batch_size=1, batch_sampler=Stated, num_workers=1), True, id="aug, a batch sampler with a state"
+    ),
+    pytest.param(augmented(batch_size=1, sampler=Stated, num_workers=1), True, id="aug, a sampler with a state"),
+    pytest.param(augmented(Jittered, shuffle=True), True, id="a generator of the data set"),
+    pytest.param(augmented(Ids, collate_fn=masked), True, id="a random collate_fn"),
+    pytest.param(
+        lambda: StatefulDataLoader(Ids(), 4, shuffle=True, generator=torch.Generator().manual_seed(1)), True,
+        id="generator",
     ),
     pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4), False, id="stream"),
     pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4, num_workers=2), False, id="stream 2 workers"),
@@ -159,6 +216,18 @@ def test_stateful_position_is_that_of_yielded_batches():
             rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=2), position)
             assert flat(rest) == list(range(int(batch[-1]) + 1, N))
     assert_same_generators(before)
+
+
+def test_a_state_of_torchdatas_own_is_taken():
+    """One that was saved before entries carried seeds."""
+    loader = StatefulDataLoader(Ids(), batch_size=4)
+    _, position = run(loader, stop=3)
+    plain = StatefulDataLoader(Ids(), batch_size=4)
+    iterator = iter(plain)
+    begun = [next(iterator).tolist() for _ in range(3)]
+    position["inner"]["loader"] = plain.state_dict()
+    rest, _ = run(loader, position)
+    assert flat(begun + rest) == list(range(N))
 
 
 def test_a_loader_is_gone_with_its_batches():

@@ -88,8 +88,8 @@ class ResumableBatches:
         seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
-            numbers for the epoch, and so do generators that it holds. Workers of a loader with its own state draw as
-            that loader decides.
+            numbers for the epoch, and so do generators that it holds. torchdata's loader has its samples seeded from
+            their place in the epoch, too; workers of other loaders with a state draw as those decide.
         rank: number of this rank; only rank 0 logs remarks.
         world_size: number of ranks, to count samples over all of them.
         split: True divides the samples of a map-style loader between all ranks, (rank, num_ranks) between so many, if
@@ -348,7 +348,8 @@ class ResumableBatches:
         begun = self._inner if self._live is None else None
         is_believed = begun is None or self._is_believed(begun["loader"])
         self._compare_passes()
-        with self._stream, repeatable(loader, seed=mix(self._seed, self._epoch, 3)):
+        seed = mix(self._seed, self._epoch, 3)
+        with self._stream, repeatable(loader, seed=seed, seeded=self._seed_samples):
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
                 resume(loader, begun["loader"])

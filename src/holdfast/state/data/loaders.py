@@ -21,12 +21,13 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from .seeding import SeededCollate, SeededDataset, Stream, generators_of, mix
+from .seeding import SampleKey, SampleKeys, Stream, generators_of, index_id, mix, seeded_collate, seeded_dataset
 
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_DEPTH, _MOST_ITEMS = 4, 256
@@ -92,12 +93,10 @@ def clone_of(loader: DataLoader[Any], *, seeded: bool) -> Clone:
     else:
         options["batch_size"] = None
         options["sampler"] = feed
-    # torch's own functions draw nothing.
-    is_own = seeded and not getattr(loader.collate_fn, "__module__", "").startswith("torch.utils.data")
     like: DataLoader[Any] = DataLoader(
-        SeededDataset(loader.dataset) if seeded else loader.dataset,  # type: ignore[arg-type]
+        seeded_dataset(loader.dataset) if seeded else loader.dataset,
         num_workers=loader.num_workers,
-        collate_fn=SeededCollate(loader.collate_fn) if is_own else loader.collate_fn,
+        collate_fn=seeded_collate(loader.collate_fn) if seeded else loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -124,6 +123,8 @@ def _plain_attributes(dataset: Any) -> dict[str, Any]:
 _resumed: weakref.WeakSet[Any] = weakref.WeakSet()
 # What stands for the samplers of torchdata's loaders while iterators are made.
 _stand_ins: weakref.WeakKeyDictionary[Any, _RepeatableSampler] = weakref.WeakKeyDictionary()
+_keyed: weakref.WeakKeyDictionary[Any, _KeyedSampler] = weakref.WeakKeyDictionary()
+_NUMBER, _INNER = "number", "inner"  # of entries, and the state of what gives them
 _lock = threading.Lock()
 _users = 0
 _before: Any = None
@@ -270,16 +271,95 @@ class _RepeatableSampler:
         return getattr(self._sampler, name)
 
 
-@contextlib.contextmanager
-def repeatable(loader: Any, *, seed: int) -> Iterator[None]:
-    """Let torchdata's loader make iterators whose samplers, if they have no state, give the same order each time.
+class _Keys:
+    """The entries of torchdata's index sampler as messages that carry the seeds of the samples."""
 
-    torchdata (as of 0.11) begins such a sampler once more after a resume, and leaves out the first indices: of one that
-    draws from the generators of the process this would be another order than the one that was begun.
+    def __init__(self, entries: Iterator[Any], *, number: int, seed: int | None, is_batched: bool) -> None:
+        self._entries, self.number, self._seed, self._is_batched = entries, number, seed, is_batched
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        entry, number = next(self._entries), self.number
+        self.number += 1
+        if self._seed is None:
+            return entry
+        if not self._is_batched:
+            return SampleKey(entry, mix(self._seed, index_id(entry), number))
+        indices, first = list(entry), number << 32  # a sample that comes again in the epoch is drawn anew
+        return SampleKeys(
+            indices, [mix(self._seed, index_id(index), first + place) for place, index in enumerate(indices)]
+        )
+
+
+class _StatedKeys(_Keys):
+    """The same of an iterator with a state: how many entries there were is part of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_NUMBER: self.number, _INNER: self._entries.state_dict()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Any) -> None:
+        self.number, inner = _number_within(state)
+        self._entries.load_state_dict(inner)  # type: ignore[attr-defined]
+
+
+class _KeyedSampler:
+    """The index sampler of torchdata's loader, whose entries carry the seeds of their samples.
+
+    Attributes:
+        seed: of the epoch that the next iteration belongs to; None: entries are given as they are.
+    """
+
+    def __init__(self, sampler: Any, *, is_batched: bool) -> None:
+        self._sampler, self._is_batched = sampler, is_batched
+        self.seed: int | None = None
+        self._begin = 0
+        self._last: _Keys | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        entries: Iterator[Any] = iter(self._sampler)
+        kind = _StatedKeys if hasattr(entries, "state_dict") else _Keys
+        self._last = kind(entries, number=self._begin, seed=self.seed, is_batched=self._is_batched)
+        self._begin = 0
+        return self._last
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class _StatedKeyedSampler(_KeyedSampler):
+    """The same of a sampler that has a state itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_NUMBER: 0 if self._last is None else self._last.number, _INNER: self._sampler.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._begin, inner = _number_within(state)
+        self._sampler.load_state_dict(inner)
+
+
+def _number_within(state: Any) -> tuple[int, Any]:
+    """Return the number of entries that a state counts, and the state of what is within; others are that themselves."""
+    if isinstance(state, Mapping) and set(state) == {_NUMBER, _INNER}:
+        return int(state[_NUMBER]), state[_INNER]
+    return 0, state
+
+
+@contextlib.contextmanager
+def repeatable(loader: Any, *, seed: int, seeded: bool = True) -> Iterator[None]:
+    """Let torchdata's loaders make iterators that give the same samples, in the same order, each time.
+
+    torchdata (as of 0.11) begins a sampler without a state once more after a resume, and leaves out the first indices:
+    of one that draws from the generators of the process this would be another order than the one that was begun. What
+    samples of a map-style data set draw is nowhere in its state, and the seed of its workers moves the generator that
+    the loader shares with its sampler. So samples are seeded here as in a loader of torch's, by their place in the
+    epoch, and the workers from a generator of their own.
 
     Args:
         loader: any loader; of others nothing is changed.
         seed: of the epoch.
+        seeded: seed the samples.
     """
     if _is_of_nodes(loader):
         for node in _nodes_within(loader.root):
@@ -287,24 +367,47 @@ def repeatable(loader: Any, *, seed: int) -> Iterator[None]:
                 if type(node.sampler) is not _NodeSampler:
                     node.sampler = _NodeSampler(node.sampler)
                 node.sampler.seed = seed
-    owner, name = loader, "batch_sampler" if getattr(loader, "batch_sampler", None) is not None else "sampler"
-    sampler = vars(loader).get(name) if _is_torchdatas(loader) and hasattr(loader, "__dict__") else None
-    if sampler is not None and _is_torchdatas(sampler):  # its iterator has a state, with that of the inner one
+    if not (hasattr(loader, "__dict__") and _is_torchdatas(loader) and hasattr(loader, "dataset")):
+        yield
+        return
+    with contextlib.ExitStack() as undo:
+        put = partial(_put, undo)
+        put(loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
+        if not isinstance(loader.dataset, IterableDataset):
+            name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+            _stand_in(loader, name, seed, put)
+            keyed = _keyed.get(loader)
+            if keyed is None:
+                kind = _StatedKeyedSampler if hasattr(vars(loader)[name], "state_dict") else _KeyedSampler
+                # Workers that stay keep it.
+                keyed = _keyed[loader] = kind(vars(loader)[name], is_batched=name == "batch_sampler")
+            keyed.seed = mix(seed, 5) if seeded else None
+            put(loader, name, keyed)
+            if seeded:
+                put(loader, "dataset", seeded_dataset(loader.dataset))
+                put(loader, "collate_fn", seeded_collate(loader.collate_fn))
+        yield
+
+
+def _put(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until ``undo``; torch forbids to set some."""
+    undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
+    vars(owner)[name] = value
+
+
+def _stand_in(loader: Any, name: str, seed: int, put: Any) -> None:
+    """Put a sampler in the place of one that has no state, and may draw from the generators of the process."""
+    owner, sampler = loader, vars(loader)[name]
+    if _is_torchdatas(sampler):  # its iterator has a state, with that of the inner one
         owner, name = sampler, "sampler"
         sampler = vars(sampler).get(name)
-    draws = type(sampler) not in (type(None), SequentialSampler) and not isinstance(loader.dataset, IterableDataset)
-    if not draws or _is_torchdatas(sampler) or hasattr(sampler, "state_dict"):
-        yield
+    if type(sampler) in (type(None), SequentialSampler) or _is_torchdatas(sampler) or hasattr(sampler, "state_dict"):
         return
     stand_in = _stand_ins.get(loader)
     if stand_in is None:
         stand_in = _stand_ins[loader] = _RepeatableSampler(sampler)  # workers that stay keep it
     stand_in.seed = seed
-    vars(owner)[name] = stand_in  # torch forbids to set it
-    try:
-        yield
-    finally:
-        vars(owner)[name] = sampler
+    put(owner, name, stand_in)
 
 
 class _NodeSampler:
