@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holdfast.errors import StateMismatchError
 from holdfast.state.data import seeding
 from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.loaders import StatedPosition
+from holdfast.state.data.loaders import StatedPosition, whole_state
 from holdfast.state.tree import rng
 
 
@@ -402,6 +402,25 @@ def test_what_the_states_of_workers_say():
     loader = StatefulDataLoader(Ids(), 4)
     for unknown in ({}, None, {"_num_yielded": 3}, {"_snapshot": 3}):
         assert StatedPosition.of(loader, unknown) == StatedPosition()
+
+
+def test_a_state_has_the_place_of_each_worker_also_of_those_that_had_no_turn_yet():
+    """Such a worker says that it is at the begin: it is where it was resumed, or begins anew."""
+    loader = StatefulDataLoader(Streaming(None), 4, num_workers=2)
+    further = {"examples_iterable": {"shard_idx": 2, "bit_generator_state": {"inc": 5}}, "epoch": 0}
+
+    def of_workers(step, *states):
+        workers = {str(number): {"dataset_state": each, "fetcher_state": None} for number, each in enumerate(states)}
+        return {"_snapshot": {"_snapshot_step": step, "_worker_snapshots": workers}, "_steps_since_snapshot": 0}
+
+    begun = of_workers(4, MOVED, MOVED)
+    mixed = {"examples_iterable": {"shard_idx": 0, "bit_generator_state": {"inc": 5}}, "epoch": 0}
+    for begin in (BEGIN, mixed):
+        assert whole_state(loader, of_workers(5, further, begin), begun=begun) == of_workers(5, further, MOVED)
+        assert whole_state(loader, of_workers(4, begin, begin), begun=begun) == of_workers(4, MOVED, MOVED)
+        assert whole_state(loader, of_workers(1, MOVED, begin), begun=None) == of_workers(1, MOVED, None)
+    for wrong in (of_workers(6, further, BEGIN), of_workers(5, BEGIN, BEGIN), {"_num_yielded": 3}, None):
+        assert whole_state(loader, wrong, begun=begun) == wrong
 
 
 class Passes(IterableDataset):

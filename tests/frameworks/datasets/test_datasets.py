@@ -122,3 +122,14 @@ def test_the_epochs_after_a_resume_begin_at_the_begin_of_the_stream(tmp_path: Pa
     make = WHOLE[name]
     before = epochs(tmp_path / "cut", make(), until)
     assert before + epochs(tmp_path / "cut", make()) == epochs(tmp_path / "ref", make())
+
+
+def test_a_worker_that_has_given_nothing_yet_begins_after_a_resume_as_it_would_have(tmp_path: Path) -> None:
+    """A stop before each worker has given a batch; the state of such a one has a generator of no worker."""
+
+    def make() -> Any:
+        mixed = datasets.interleave_datasets([stream(shards=4), stream(shards=4)], probabilities=[0.5, 0.5], seed=3)
+        return StatefulDataLoader(mixed, 4, num_workers=2)
+
+    whole = life(tmp_path / "ref", make(), 4)
+    assert life(tmp_path / "cut", make(), 1) + life(tmp_path / "cut", make(), 4) == whole

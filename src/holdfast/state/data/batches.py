@@ -29,7 +29,17 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import StatedPosition, clone_of, end_epoch, forget_start, repeatable, rest_of, resume, shuffle_buffer
+from .loaders import (
+    StatedPosition,
+    clone_of,
+    end_epoch,
+    forget_start,
+    repeatable,
+    rest_of,
+    resume,
+    shuffle_buffer,
+    whole_state,
+)
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -145,6 +155,7 @@ class ResumableBatches:
         self._begun_prefix = 0  # that the position was saved with
         self._done = False
         self._inner: Any = None
+        self._resumed: Any = None  # the state of this epoch that the loader was resumed from
         self._live: Any = None  # the loader while its state is that of this epoch
         self._iterator: Any = None  # of a loader without a state, while a loop over it is left
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
@@ -352,7 +363,8 @@ class ResumableBatches:
         with self._stream, repeatable(loader, seed=seed, seeded=self._seed_samples):
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
-                resume(loader, begun["loader"])
+                self._resumed = begun["loader"]
+                resume(loader, self._resumed)
             elif begun is None and self._goes_on_from_carried(ended):
                 # The state of a finished epoch: samplers go on from it to the next order. Reseeded, the iterator of
                 # this epoch draws the same numbers as ever.
@@ -520,7 +532,7 @@ class ResumableBatches:
         if self._live is None:
             return self._inner
         with generators_kept():  # some loaders make their iterator here
-            state = self._live.state_dict()
+            state = whole_state(self._live, self._live.state_dict(), begun=self._resumed)
         return {"loader": state, "rng": self._stream.state_dict() if self._seed_samples else None}
 
     # ---- position

@@ -515,6 +515,34 @@ def shuffle_buffer(loader: Any) -> int:
     return largest if largest > 1 else 0
 
 
+def whole_state(loader: Any, state: Any, *, begun: Any) -> Any:
+    """Return a state of torchdata's loader over a stream of `datasets` that holds for each of its workers.
+
+    A worker that has given no batch yet in this process says that it is at the begin of the stream, with generators
+    that are not those of a worker (as of 5.2). It is where it was resumed, or has yet to begin.
+
+    Args:
+        loader: any loader; states of others are returned as they are.
+        state: what its ``state_dict`` returned.
+        begun: the state that it was resumed from in this epoch; None: it has begun at its begin.
+    """
+    if not _is_torchdatas(loader) or not isinstance(state, Mapping):
+        return state
+    snapshot: Any = state.get("_snapshot")
+    try:
+        workers = snapshot["_worker_snapshots"]
+        before = {} if begun is None else begun["_snapshot"]["_worker_snapshots"]
+        since = snapshot["_snapshot_step"] - (0 if begun is None else StatedPosition.of(loader, begun).batches)
+        idle = [name for name, worker in workers.items() if _is_at_begin([worker["dataset_state"]])]
+    except (KeyError, TypeError, AttributeError):
+        return state  # without workers, or of another version
+    # All of them, and batches were given: such a state does not say where it is, see `StatedPosition.is_at_begin`.
+    if not idle or since >= len(workers) or (since > 0 and len(idle) == len(workers)):
+        return state
+    put = {name: before.get(name, {**workers[name], "dataset_state": None}) for name in idle}
+    return {**state, "_snapshot": {**snapshot, "_worker_snapshots": {**workers, **put}}}
+
+
 def _streams_within(owner: Any) -> list[Any]:
     """Return the streams of `datasets` that a loader is, has, or wraps."""
     found, seen, waiting = [], set(), [(owner, 0)]
@@ -541,7 +569,8 @@ def _is_at_begin(states: list[Any]) -> bool:
 
 def _has_moved(state: Any) -> bool:
     if isinstance(state, Mapping):
-        return any(_has_moved(value) for value in state.values())
+        # An interleaved stream has a generator too, which is never at 0.
+        return any(_has_moved(value) for name, value in state.items() if name != "bit_generator_state")
     if isinstance(state, (list, tuple)):
         return any(_has_moved(value) for value in state)
     return isinstance(state, int) and bool(state)
