@@ -540,3 +540,23 @@ def test_the_plain_loop_needs_nothing_but_step(tmp_path: Path) -> None:
         state = kit.make_state()
         kit.train(tmp_path / "run", steps, state=state)
     assert all(torch.equal(one, two) for one, two in zip(kit.weights(wanted), kit.weights(state), strict=True))
+
+
+@pytest.mark.parametrize("until", [2, 3])
+def test_an_epoch_that_kept_batches_would_have_filled_is_said_to_be_over(
+    tmp_path: Path, until: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shorter loader that itertools.cycle repeats: after a resume at its end or behind it, it gives nothing."""
+
+    def train(until: int) -> None:
+        with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=None) as ck:
+            for _ in ck.epochs(1):
+                long, short = DataLoader(range(8), 2), DataLoader(range(4), 2)
+                for _ in zip(ck.batches(long), itertools.cycle(ck.batches(short, name="short")), strict=False):
+                    ck.step()
+                    if ck.global_step == until:
+                        return
+
+    train(until)
+    train(4)
+    assert "went on from its middle and ended without a step: 'short' had given its last batch" in caplog.text

@@ -18,6 +18,7 @@ from loader_cases import (
     assert_same_generators,
     flat,
     lives,
+    masked,
     run,
 )
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -26,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holdfast.errors import StateMismatchError
 from holdfast.state.data import seeding
 from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.loaders import StatedPosition
+from holdfast.state.data.loaders import StatedPosition, whole_state
 from holdfast.state.tree import rng
 
 
@@ -91,6 +92,46 @@ class Buckets(Shuffling):
             order = order[size:]
 
 
+class Stated(Sampler):
+    """Batches of a sampler that keeps its position itself, and one of them comes twice."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 9:
+            self.at += 1
+            yield [0, 1, 0] if self.at == 5 else [self.at, 2 * self.at]
+        self.at = 0
+
+    def __len__(self):
+        return 9
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+class Jittered(Ids):
+    """Augmentation from a generator of the data set."""
+
+    def __init__(self) -> None:
+        self.length, self.rng = N, np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.rng.random()
+
+
+def augmented(data=Augmented, **options):
+    def make():
+        made = {name: value() if value is Stated else value for name, value in options.items()}
+        return StatefulDataLoader(data(), **{"batch_size": 4, "collate_fn": as_list, **made})
+
+    return make
+
+
 def over(**options):
     return lambda: StatefulDataLoader(Ids(), **options)
 
@@ -102,6 +143,22 @@ STATEFUL = [
     ),
     pytest.param(
         lambda: StatefulDataLoader(Augmented(), batch_size=4, shuffle=True, collate_fn=as_list), True, id="aug"
+    ),
+    pytest.param(augmented(shuffle=True, num_workers=2), True, id="aug 2 workers"),
+    pytest.param(
+        augmented(shuffle=True, num_workers=1, persistent_workers=True), True, id="aug persistent worker"
+    ),
+    pytest.param(augmented(shuffle=True, num_workers=1, snapshot_every_n_steps=4), True, id="aug snapshots"),
+    pytest.param(augmented(batch_size=None, shuffle=True, collate_fn=None), True, id="aug without batches"),
+    pytest.param(
+        augmented(batch_size=1, batch_sampler=Stated, num_workers=1), True, id="aug, a batch sampler with a state"
+    ),
+    pytest.param(augmented(batch_size=1, sampler=Stated, num_workers=1), True, id="aug, a sampler with a state"),
+    pytest.param(augmented(Jittered, shuffle=True), True, id="a generator of the data set"),
+    pytest.param(augmented(Ids, collate_fn=masked), True, id="a random collate_fn"),
+    pytest.param(
+        lambda: StatefulDataLoader(Ids(), 4, shuffle=True, generator=torch.Generator().manual_seed(1)), True,
+        id="generator",
     ),
     pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4), False, id="stream"),
     pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4, num_workers=2), False, id="stream 2 workers"),
@@ -159,6 +216,18 @@ def test_stateful_position_is_that_of_yielded_batches():
             rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=2), position)
             assert flat(rest) == list(range(int(batch[-1]) + 1, N))
     assert_same_generators(before)
+
+
+def test_a_state_of_torchdatas_own_is_taken():
+    """One that was saved before entries carried seeds."""
+    loader = StatefulDataLoader(Ids(), batch_size=4)
+    _, position = run(loader, stop=3)
+    plain = StatefulDataLoader(Ids(), batch_size=4)
+    iterator = iter(plain)
+    begun = [next(iterator).tolist() for _ in range(3)]
+    position["inner"]["loader"] = plain.state_dict()
+    rest, _ = run(loader, position)
+    assert flat(begun + rest) == list(range(N))
 
 
 def test_a_loader_is_gone_with_its_batches():
@@ -333,6 +402,25 @@ def test_what_the_states_of_workers_say():
     loader = StatefulDataLoader(Ids(), 4)
     for unknown in ({}, None, {"_num_yielded": 3}, {"_snapshot": 3}):
         assert StatedPosition.of(loader, unknown) == StatedPosition()
+
+
+def test_a_state_has_the_place_of_each_worker_also_of_those_that_had_no_turn_yet():
+    """Such a worker says that it is at the begin: it is where it was resumed, or begins anew."""
+    loader = StatefulDataLoader(Streaming(None), 4, num_workers=2)
+    further = {"examples_iterable": {"shard_idx": 2, "bit_generator_state": {"inc": 5}}, "epoch": 0}
+
+    def of_workers(step, *states):
+        workers = {str(number): {"dataset_state": each, "fetcher_state": None} for number, each in enumerate(states)}
+        return {"_snapshot": {"_snapshot_step": step, "_worker_snapshots": workers}, "_steps_since_snapshot": 0}
+
+    begun = of_workers(4, MOVED, MOVED)
+    mixed = {"examples_iterable": {"shard_idx": 0, "bit_generator_state": {"inc": 5}}, "epoch": 0}
+    for begin in (BEGIN, mixed):
+        assert whole_state(loader, of_workers(5, further, begin), begun=begun) == of_workers(5, further, MOVED)
+        assert whole_state(loader, of_workers(4, begin, begin), begun=begun) == of_workers(4, MOVED, MOVED)
+        assert whole_state(loader, of_workers(1, MOVED, begin), begun=None) == of_workers(1, MOVED, None)
+    for wrong in (of_workers(6, further, BEGIN), of_workers(5, BEGIN, BEGIN), {"_num_yielded": 3}, None):
+        assert whole_state(loader, wrong, begun=begun) == wrong
 
 
 class Passes(IterableDataset):

@@ -640,6 +640,19 @@ class Progress:
             self._reminded.add(sentence)
             _LOG.warning("%s", sentence)
 
+    def _say_kept(self) -> None:
+        """Say when a loader that was over in the checkpoint has ended an epoch in which others have batches left."""
+        stored = {name for name, found in self._positions.items() if found["epoch"] == self.epoch and found["batches"]}
+        ended = {name for name, one in self._passes.items() if one.batches.done}
+        over, rest = (", ".join(map(repr, sorted(names))) for names in (stored & ended, stored - ended))
+        if over and rest:
+            self._remind(
+                f"epoch {self.epoch} went on from its middle and ended without a step: {over} had given its last batch "
+                f"before, and {rest} has some left. If the loop begins {over} again by itself, as in zip(..., "
+                "itertools.cycle(ck.batches(...))), the batches that it keeps are in no checkpoint, and the rest of "
+                "the epoch is not trained: make that loader as long, with RandomSampler(dataset, num_samples=...)"
+            )
+
     def _forget_passes(self) -> None:
         self._passes = {}
         self._body, self._body_thread = "", _NOBODY
@@ -657,6 +670,8 @@ class Progress:
                     "stepped are in no checkpoint, so a resume from the end of an epoch goes on without them. Step "
                     "once more at the end of the epoch, or zero the gradients at its begin"
                 )
+        if self._by_epochs and not self.epoch_steps:
+            self._say_kept()
         self._samples_before = self.samples + sum(one.batches.samples - one.trained[0] for one in passes)
         for name, one in self._passes.items():
             self._positions[name] = one.batches.state_dict(is_over=True)

@@ -50,10 +50,29 @@ def test_a_state_of_the_begin_is_said_before_a_batch_is_drawn(
     with caplog.at_level(logging.WARNING, "holdfast"):
         first = life(tmp_path, make(), 3)
         second = life(tmp_path, make(), 5)
-    assert not [record for record in caplog.records if record.name.startswith("holdfast")]
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("holdfast")]
+    assert [text for text in said if "does not hold what lay in its shuffle buffer" not in text] == []
+    assert len(said) == (name == "shuffled")
     assert not [batch for batch in second if batch in first]
     with pytest.raises(hf.StateMismatchError, match="says that its data set has given no sample of it, and this run"):
         life(tmp_path, make(), 7)
+
+
+@pytest.mark.parametrize(("buffer", "size"), [(1, 0), (8, 8)])
+def test_what_lies_in_a_shuffle_buffer_is_said_to_be_left_out(
+    tmp_path: Path, buffer: int, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a stop in order too, where no ledger knows what should come; a buffer of one sample is complete."""
+
+    def make() -> Any:
+        shuffled = stream(shards=4, buffer=buffer).map(lambda row: row)
+        return StatefulDataLoader(datasets.interleave_datasets([shuffled, stream(shards=4)]), 4)
+
+    life(tmp_path, make(), 3)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        life(tmp_path, make(), 5)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("holdfast")]
+    assert [f"(buffer_size={size}): these samples are left out" in text for text in said] == [True] * (size > 0)
 
 
 class Wrapped(torch.utils.data.IterableDataset[Any]):
@@ -103,3 +122,14 @@ def test_the_epochs_after_a_resume_begin_at_the_begin_of_the_stream(tmp_path: Pa
     make = WHOLE[name]
     before = epochs(tmp_path / "cut", make(), until)
     assert before + epochs(tmp_path / "cut", make()) == epochs(tmp_path / "ref", make())
+
+
+def test_a_worker_that_has_given_nothing_yet_begins_after_a_resume_as_it_would_have(tmp_path: Path) -> None:
+    """A stop before each worker has given a batch; the state of such a one has a generator of no worker."""
+
+    def make() -> Any:
+        mixed = datasets.interleave_datasets([stream(shards=4), stream(shards=4)], probabilities=[0.5, 0.5], seed=3)
+        return StatefulDataLoader(mixed, 4, num_workers=2)
+
+    whole = life(tmp_path / "ref", make(), 4)
+    assert life(tmp_path / "cut", make(), 1) + life(tmp_path / "cut", make(), 4) == whole

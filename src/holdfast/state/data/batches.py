@@ -29,7 +29,17 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import StatedPosition, clone_of, forget_start, repeatable, resume
+from .loaders import (
+    StatedPosition,
+    clone_of,
+    end_epoch,
+    forget_start,
+    repeatable,
+    rest_of,
+    resume,
+    shuffle_buffer,
+    whole_state,
+)
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -88,8 +98,8 @@ class ResumableBatches:
         seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
-            numbers for the epoch, and so do generators that it holds. Workers of a loader with its own state draw as
-            that loader decides.
+            numbers for the epoch, and so do generators that it holds. torchdata's loader has its samples seeded from
+            their place in the epoch, too; workers of other loaders with a state draw as those decide.
         rank: number of this rank; only rank 0 logs remarks.
         world_size: number of ranks, to count samples over all of them.
         split: True divides the samples of a map-style loader between all ranks, (rank, num_ranks) between so many, if
@@ -145,6 +155,7 @@ class ResumableBatches:
         self._begun_prefix = 0  # that the position was saved with
         self._done = False
         self._inner: Any = None
+        self._resumed: Any = None  # the state of this epoch that the loader was resumed from
         self._live: Any = None  # the loader while its state is that of this epoch
         self._iterator: Any = None  # of a loader without a state, while a loop over it is left
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
@@ -348,22 +359,24 @@ class ResumableBatches:
         begun = self._inner if self._live is None else None
         is_believed = begun is None or self._is_believed(begun["loader"])
         self._compare_passes()
-        with self._stream, repeatable(loader, seed=mix(self._seed, self._epoch, 3)):
+        seed = mix(self._seed, self._epoch, 3)
+        with self._stream, repeatable(loader, seed=seed, seeded=self._seed_samples):
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
-                resume(loader, begun["loader"])
+                self._resumed = begun["loader"]
+                resume(loader, self._resumed)
             elif begun is None and self._goes_on_from_carried(ended):
-                # The state of a finished epoch: samplers go on from it to the next order. torchdata makes the iterator
-                # of that epoch in `state_dict`; reseeded, the iterator of this epoch draws the same numbers as ever.
+                # The state of a finished epoch: samplers go on from it to the next order. Reseeded, the iterator of
+                # this epoch draws the same numbers as ever.
                 resume(loader, self._carried["loader"])
-                loader.state_dict()
+                end_epoch(loader)
                 self._stream.reseed()
             if begun is None and self._live is None:
                 forget_start(loader)
-            iterator = iter(loader)
+            iterator = rest_of(loader) if begun is not None and is_believed else iter(loader)
             if not is_believed:
                 self._leave_out(iterator, "has a state that counts other batches than this run was given")
-        if begun is not None and is_believed and self._is_same_world:
+        if begun is not None and is_believed:
             self._check_taken(loader)
         if self._seed_samples and begun is not None and begun["rng"] is not None:
             self._stream.load_state_dict(begun["rng"])
@@ -394,7 +407,16 @@ class ResumableBatches:
         return True
 
     def _check_taken(self, loader: Any) -> None:
-        """Say when a loader whose state says where it stands has taken no notice of that."""
+        """Say when a loader whose state says where it stands has taken no notice of that, or its state is not whole."""
+        if self._batches and (size := shuffle_buffer(loader)):
+            self._warn(
+                f"epoch {self._epoch}: the state of a stream of datasets does not hold what lay in its shuffle buffer "
+                f"(buffer_size={size}): these samples are left out of the epoch, and the rest comes in another order. "
+                "Exact are a plain DataLoader over the stream, which draws the epoch again up to its position, and "
+                "shuffle(buffer_size=1), which shuffles whole shards"
+            )
+        if not self._is_same_world:
+            return
         if StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
             return
         with generators_kept():
@@ -510,7 +532,7 @@ class ResumableBatches:
         if self._live is None:
             return self._inner
         with generators_kept():  # some loaders make their iterator here
-            state = self._live.state_dict()
+            state = whole_state(self._live, self._live.state_dict(), begun=self._resumed)
         return {"loader": state, "rng": self._stream.state_dict() if self._seed_samples else None}
 
     # ---- position

@@ -383,3 +383,29 @@ class SeededDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeededDataset, (self._inner,)
+
+
+class _StatedDataset(SeededDataset):
+    """The same of a data set with a state, which torchdata's loader saves."""
+
+    __slots__ = ()
+
+    def state_dict(self) -> Any:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._inner.load_state_dict(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StatedDataset, (self._inner,)
+
+
+def seeded_dataset(dataset: Any) -> Any:
+    """Return a map-style data set that takes the messages of a loader whose samples are seeded."""
+    return (_StatedDataset if hasattr(dataset, "state_dict") else SeededDataset)(dataset)
+
+
+def seeded_collate(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a ``collate_fn`` whose generators are seeded; torch's own functions draw nothing."""
+    is_torchs = getattr(collate_fn, "__module__", "").startswith("torch.utils.data")
+    return collate_fn if is_torchs else SeededCollate(collate_fn)
