@@ -89,7 +89,7 @@ class WriterClient:
             storage: root that ``job.directory`` is relative to.
             job: what to write. Unless it is windowed, it is sealed by this call: from now on it is committed even
                 if the trainer dies.
-            blobs: bytes of ``job.blobs``, in order (windowed jobs may give them to `seal`).
+            blobs: bytes of ``job.blobs``, in order.
             arena: memory that holds the files.
             filled: bytes of the arena that are complete, None for all. `fill` reports the rest, and the job is sealed
                 when all bytes are complete.
@@ -235,13 +235,8 @@ class WriterClient:
                 save.header["filled"] = filled
                 self._talk.send({"do": "fill", "job_no": save.number, "filled": filled})
 
-    def seal(self, save: PendingCall, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
+    def seal(self, save: PendingCall) -> None:
         """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
-
-        Args:
-            save: what `submit` has returned.
-            blobs: bytes of ``job.blobs``, unless `submit` got them.
-            manifest: fields that replace those given before.
 
         Raises:
             WindowsLostError: as `window`.
@@ -250,7 +245,7 @@ class WriterClient:
             self._talk.check()
             save.check_windows()
             save.sealed = True
-            self._talk.send({"do": "seal", "job_no": save.number, "manifest": manifest}, tuple(blobs))
+            self._talk.send({"do": "seal", "job_no": save.number})
 
     def abandon(self, save: PendingCall, error: HoldfastError | None = None) -> None:
         """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.

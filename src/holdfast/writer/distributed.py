@@ -74,7 +74,6 @@ class _PendingSave:
 
     Attributes:
         call: number of the trainer's call, which is answered with the outcome.
-        manifest: fields of the manifest, once our part is stored.
         result: our part, once it is stored.
         ended: our part is stored or has failed.
         committed: bytes of the manifest; on rank 0, after the commit.
@@ -86,7 +85,6 @@ class _PendingSave:
     job: SaveJob
     storage: Storage
     again: bool
-    manifest: dict[str, Any] = field(default_factory=dict)
     result: SaveResult | None = None
     ended: bool = False
     committed: bytes = b""
@@ -215,7 +213,7 @@ class Joint:
 
     # -- from the working thread
 
-    def stored(self, job: SaveJob, result: SaveResult, manifest: dict[str, Any]) -> None:
+    def stored(self, job: SaveJob, result: SaveResult) -> None:
         """Report that our part is durable."""
         report: Message = {"do": "stored", "save": job.save_id}
         if self._staged is not None:
@@ -227,7 +225,7 @@ class Joint:
         with self._changed:
             pending = self._waiting[job.save_id]
             pending.report = report
-            pending.result, pending.manifest, pending.ended = result, manifest, True
+            pending.result, pending.ended = result, True
             known = pending.outcome is not None
         if known:
             self._settle(pending)
@@ -434,7 +432,7 @@ class Joint:
                 directory=pending.job.directory,
                 save_id=save,
                 writers=tuple(range(self._world_size)),
-                manifest=pending.manifest,
+                manifest=pending.job.manifest,
                 wait_s=_VISIBLE_S,
                 run=pending.job.run,
                 overwrite=pending.job.overwrite,
@@ -451,7 +449,7 @@ class Joint:
         else:
             pending.committed = result.manifest
             if pending.job.may_be_resumed:
-                self._newest = max(self._newest, pending.manifest.get("step") or -1)
+                self._newest = max(self._newest, pending.job.manifest.get("step") or -1)
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
     def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:
@@ -476,7 +474,7 @@ class Joint:
             raise HoldfastError("a staged save needs an open run")
         parts = [PartSummary.from_json(part) for part in server.parts(pending.job.save_id)]
         say_stored_for_all(parts)
-        fields = {**pending.manifest, "writers": tuple(range(self._world_size))}
+        fields = {**pending.job.manifest, "writers": tuple(range(self._world_size))}
         run.stage_save(pending.job.directory, pending.job.save_id, assemble(pending.job.directory, fields, parts))
 
 

@@ -211,8 +211,6 @@ class WindowSource:
         self._open: set[int] = set()
         self._ended = False
         self.sealed = False
-        self.blobs: tuple[bytes, ...] = ()
-        self.manifest: dict[str, Any] | None = None
 
     def put(self, window: Window) -> None:
         """Add the next window.
@@ -234,9 +232,9 @@ class WindowSource:
         if left:
             self._answer(left, why)
 
-    def seal(self, blobs: tuple[bytes, ...], manifest: dict[str, Any] | None) -> None:
+    def seal(self) -> None:
         """Declare the job complete."""
-        self.sealed, self.blobs, self.manifest = True, blobs, manifest
+        self.sealed = True
         self._queue.put(None)
 
     def abandon(self, why: HoldfastError) -> None:
@@ -245,7 +243,7 @@ class WindowSource:
             self._queue.put(why)
 
     def windows(self) -> Iterator[Window]:
-        """Yield windows until the seal; `blobs` and `manifest` are those of the seal afterwards.
+        """Yield windows until the seal.
 
         Whoever asks for the next window has done with the one before.
 
@@ -298,7 +296,7 @@ class Arriving:
         """Take in that all windows of a save have been sent."""
         source = self._saves.get(message.header["job_no"])
         if isinstance(source, WindowSource):
-            source.seal(message.attachments, message.header["manifest"])
+            source.seal()
 
     def abandon(self, message: Message) -> None:
         """Take in that the trainer gives a save up."""
@@ -421,7 +419,7 @@ class PartWriter:
             missing = [plan.path for plan, position in zip(files, positions, strict=True) if position != plan.size]
             if missing:
                 raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
-            entries = self._write_small(self._job.blobs, source.blobs or blobs)
+            entries = self._write_small(self._job.blobs, blobs)
             whole = list(map(bytes, tables))
             return self._finish(whole, self._write_digests(whole, entries), {}, entries)
         finally:

@@ -162,7 +162,7 @@ class Task:
         storage: where.
         storage_key: number of the storage in this conversation.
         view: memory of the arena.
-        blobs: bytes of the small files (a windowed job may bring them with its seal).
+        blobs: bytes of the small files.
         source: windows of a windowed job.
         gate: how much of the arena is filled, for a job that was submitted before all of it was.
         again: the job was sent to an earlier writer process that died: it may be committed already.
@@ -258,12 +258,10 @@ class SaveRunner:
         writer = PartWriter(task.storage, job, previous=previous, side=self.side)
         is_sent = False
         try:
-            fields: dict[str, Any] = job.manifest
             if task.source is None:
                 part = writer.write_arena(task.view, task.blobs, task.gate)
             else:
                 part = writer.write_windows(task.view, task.source, task.blobs)
-                fields = {**fields, **(task.source.manifest or {})}
             begin = time.perf_counter()
             stored_as = None
             if job.part:
@@ -274,7 +272,7 @@ class SaveRunner:
                     check_plan(task.storage, job.directory, job.save_id)
                 if run is not None:
                     run.before_commit()
-                manifest = assemble(job.directory, fields, [part])
+                manifest = assemble(job.directory, job.manifest, [part])
                 void = None if run is None else partial(run.is_void, job.directory)
                 is_sent = True
                 data = commit_manifest(task.storage, job.directory, manifest, overwrite=replaced, void=void)

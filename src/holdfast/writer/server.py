@@ -514,8 +514,7 @@ class WriterLoop:
         else:
             self._arriving.end(call)
             if joint is not None:
-                late = {} if task.source is None else task.source.manifest or {}
-                joint.stored(job, result, {**job.manifest, **late})
+                joint.stored(job, result)
             else:
                 if job.may_be_resumed:
                     self._committed_step = max(self._committed_step, job.manifest["step"])
