@@ -12,7 +12,6 @@ import xxhash
 from holdfast.format.digest import (
     CHUNK,
     ChunkHasher,
-    DigestFile,
     Digests,
     bytes_digest,
     check_blanks,
@@ -63,13 +62,12 @@ def test_a_flipped_bit_changes_exactly_its_chunk():
 def test_each_table_is_found_again_in_the_digest_file():
     """Tables follow each other without gaps; that of an empty file is empty, and none is longer than the content."""
     contents = [b"", b"a", random.Random(1).randbytes(2 * CHUNK + 1), b"b" * CHUNK]
-    file = DigestFile(3, "abc")
-    places = [file.add(chunk_digests(data)) for data in contents]
-    assert {path for path, _ in places} == {file.path} == {"digests-00003-abc.bin"}
-    for data, (_, offset) in zip(contents, places, strict=True):
-        assert table_at(file.content, offset, len(data)) == chunk_digests(data)
-    assert len(file.content) == sum(table_bytes(len(data)) for data in contents)
-    assert len(table_at(file.content, places[-1][1], 9 * CHUNK)) < table_bytes(9 * CHUNK)
+    file, offset = b"".join(map(chunk_digests, contents)), 0
+    for data in contents:
+        assert table_at(file, offset, len(data)) == chunk_digests(data)
+        last, offset = offset, offset + table_bytes(len(data))
+    assert offset == len(file)
+    assert len(table_at(file, last, 9 * CHUNK)) < table_bytes(9 * CHUNK)
 
 
 def test_digests_that_are_not_there_fit_nothing():

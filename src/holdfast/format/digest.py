@@ -39,6 +39,11 @@ def table_at(tables: bytes, offset: int, size: int) -> bytes:
     return tables[offset : offset + table_bytes(size)]
 
 
+def digests_name(writer: int, save_id: str) -> str:
+    """Name the digest file of a writer: the chunk tables of its files, one after another."""
+    return f"digests-{writer:05d}-{save_id}.bin"
+
+
 def chunk_digests(view: memoryview | bytes) -> bytes:
     """Return eight bytes (little endian) for each chunk of ``view``; the last chunk may be short."""
     view = memoryview(view).cast("B") if len(view) else memoryview(b"")
@@ -137,33 +142,6 @@ def close_by_blanks(data: bytes) -> bytes:
 def check_blanks(data: bytes) -> bool | None:
     """Tell whether JSON is what `close_by_blanks` made; None if it did not close it."""
     return None if len(data) - len(data.rstrip()) <= _FEW_BLANKS else data == close_by_blanks(data)
-
-
-class DigestFile:
-    """The digest file of a writer: the chunk tables of its files, one after another.
-
-    Args:
-        writer: whose files they are.
-        save_id: of the save.
-
-    Attributes:
-        path: name of the digest file inside the checkpoint.
-    """
-
-    def __init__(self, writer: int, save_id: str) -> None:
-        self.path = f"digests-{writer:05d}-{save_id}.bin"
-        self._content = bytearray()
-
-    def add(self, table: bytes) -> tuple[str, int]:
-        """Append a chunk table; return where it is: the ``chunks`` of a `FileEntry`."""
-        place = self.path, len(self._content)
-        self._content += table
-        return place
-
-    @property
-    def content(self) -> bytes:
-        """The bytes of the digest file."""
-        return bytes(self._content)
 
 
 @dataclass(slots=True)

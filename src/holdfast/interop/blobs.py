@@ -26,7 +26,7 @@ from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
-from holdfast.format.digest import ChunkHasher, DigestFile, bytes_digest, file_digest
+from holdfast.format.digest import ChunkHasher, digests_name, file_digest
 from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
@@ -339,7 +339,7 @@ class DirectPartWriter:
         self._progress = progress
         self._storage, self._directory, self._save_id, self._rank = storage, directory, save_id, rank
         self._entries: list[FileEntry] = []
-        self._digests = DigestFile(rank, save_id)
+        self._digests_path, self._tables = digests_name(rank, save_id), bytearray()
 
     def write(self, rows: list[Row], aliases: Mapping[str, str]) -> PartSummary:
         """Write all tensors, their index and digests; durable on return.
@@ -366,8 +366,8 @@ class DirectPartWriter:
         tied = {name: original for name, original in aliases.items() if original in tensors}
         index = Index(writer=self._rank, files=tuple(files), tensors=tensors, aliases=tied)
         self.put(f"index-{self._rank:05d}-{self._save_id}.json", index.to_bytes(), "index")
-        if tables := self._digests.content:
-            self.put(self._digests.path, tables, "digests")
+        if self._tables:
+            self.put(self._digests_path, bytes(self._tables), "digests")
         return PartSummary(writer=self._rank, files=tuple(self._entries))
 
     def state(self, tree: bytes) -> FileEntry:
@@ -378,7 +378,7 @@ class DirectPartWriter:
         """Write a small file."""
         with Blocks(self._storage.create(join(self._directory, name), len(data))) as sink:
             sink(memoryview(data))
-        entry = FileEntry(path=name, size=len(data), digest=bytes_digest(data), role=role, writer=self._rank)
+        entry = FileEntry.of_small(name, data, role=role, writer=self._rank)
         self._entries.append(entry)
         return entry
 
@@ -429,8 +429,9 @@ class DirectPartWriter:
                 piece = Piece(template, file.offsets[number], row.blob.nbytes, start, shape)
                 before = tensors[row.name].pieces if row.name in tensors else ()
                 tensors[row.name] = TensorEntry(row.name, row.blob.dtype, row.shape, (*before, piece))
-        table = hasher.table
-        place, digest = self._digests.add(table), file_digest(table)
+        table, place = hasher.table, (self._digests_path, len(self._tables))
+        self._tables += table
+        digest = file_digest(table)
         self._entries.append(
             FileEntry(path=path, size=file.size, digest=digest, role="tensors", writer=self._rank, chunks=place)
         )

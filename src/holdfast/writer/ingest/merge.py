@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.format.codec import decode, encode
 from holdfast.format.commit import PartSummary
-from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, file_digest
+from holdfast.format.digest import CHUNK, digests_name, file_digest
 from holdfast.format.manifest import EMPTY_DIRECTORIES, MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS, join
 from holdfast.storage.base import Storage
@@ -304,8 +304,8 @@ class FileList:
     def __init__(self, save_id: str, writers: Sequence[int]) -> None:
         self._first = min(writers)
         self._entries: dict[int, list[FileEntry]] = {writer: [] for writer in writers}
-        self._digests = DigestFile(self._first, save_id)
-        self.digests_path = self._digests.path
+        self.digests_path = digests_name(self._first, save_id)
+        self._tables = bytearray()
 
     def add(self, entry: FileEntry) -> None:
         """Add a file that is described already."""
@@ -314,26 +314,21 @@ class FileList:
     def add_file(self, path: str, size: int, table: bytes, *, writer: int) -> None:
         """Add a file of a user by its chunk digests."""
         # The digest of a single chunk is as good as that of the file.
-        chunks = self._digests.add(table) if size > CHUNK else None
+        chunks = None
+        if size > CHUNK:
+            chunks = self.digests_path, len(self._tables)
+            self._tables += table
         writer = writer if writer in self._entries else self._first
         self.add(FileEntry(path=path, size=size, digest=file_digest(table), writer=writer, chunks=chunks))
 
     def put_digests(self, storage: Storage, directory: str) -> int:
         """Store the digest table, if there is one; give the bytes written."""
-        tables = self._digests.content
+        tables = bytes(self._tables)
         if not tables:
             return 0
         with storage.create(join(directory, self.digests_path), len(tables)) as file:
             file.write(memoryview(tables))
-        self.add(
-            FileEntry(
-                path=self.digests_path,
-                size=len(tables),
-                digest=bytes_digest(tables),
-                role="digests",
-                writer=self._first,
-            )
-        )
+        self.add(FileEntry.of_small(self.digests_path, tables, role="digests", writer=self._first))
         return len(tables)
 
     def parts(self) -> list[PartSummary]:
