@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from holdfast._log import get_logger
@@ -24,7 +24,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageFullError,
 )
-from holdfast.format.commit import commit, look_before, make_folders, read_manifest
+from holdfast.format.commit import look_before, make_folders, read_manifest
 from holdfast.format.digest import check_blanks, close_by_blanks, file_digest
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS, check_path, join
@@ -36,7 +36,7 @@ from holdfast.storage.together import SerialExecutor, together
 
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
-from ..save import certainly_uncommitted, committed_already, outcome
+from ..save import committed_already, committing, outcome
 from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
 from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
 
@@ -64,7 +64,6 @@ class Intake:
         self._copied_bytes = -1  # up to this size files are copied that could be moved
         # What of ours may be there by now, and by which paths; None if nothing may be touched.
         self._begun: tuple[MergePlan, tuple[str, ...]] | None = None
-        self._is_sent = False  # the manifest
 
     def take(self, run: Run | None, *, again: bool) -> SaveResult:
         """Store, commit, remove owned sources, record in the run.
@@ -85,17 +84,14 @@ class Intake:
             found = read_plan(self._storage, job.directory, self._plan_name)
             warnings = MergePlan.from_json(found[1]).warnings if found is not None else ()
         else:
-            try:
+            with committing(self._storage, job, run, undo=self._undo) as commit:
                 try:
-                    manifest, warnings = self._attempt(run)
+                    manifest, warnings = self._attempt(run, commit)
                 except StorageFullError:
                     # As in a save: retention may be behind.
                     if run is None or not run.make_room():
                         raise
-                    manifest, warnings = self._attempt(run)
-            except BaseException as error:
-                self._undo(error)
-                raise
+                    manifest, warnings = self._attempt(run, commit)
         make_folders(self._storage, job.directory, manifest)
         self._clean()
         self._seconds["total"] = time.perf_counter() - start
@@ -111,7 +107,9 @@ class Intake:
 
     # ---- steps
 
-    def _attempt(self, run: Run | None) -> tuple[Manifest, tuple[str, ...]]:
+    def _attempt(
+        self, run: Run | None, commit: Callable[..., tuple[Manifest, bytes]]
+    ) -> tuple[Manifest, tuple[str, ...]]:
         storage, job = self._storage, self._job
         found = read_plan(storage, job.directory, self._plan_name)
         plan, paths = (MergePlan.from_json(found[1]), found[0]) if found is not None else self._make_plan(run)
@@ -138,12 +136,8 @@ class Intake:
                 metadata = plan.metadata if check_blanks(plan.metadata) is not None else close_by_blanks(plan.metadata)
                 storage.put(join(job.directory, METADATA_FILE), metadata)
         with self._timed("commit"):
-            if run is not None:
-                run.before_commit()
             fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
-            void = None if run is None else partial(run.is_void, job.directory)
-            self._is_sent = True
-            return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
+            return commit(fields, listing.parts())[0], plan.warnings
 
     def _make_plan(self, run: Run | None) -> tuple[MergePlan, tuple[str, ...]]:
         """Decide which file goes where, and say so; give the plan, and all paths there will be."""
@@ -303,27 +297,24 @@ class Intake:
         except HoldfastError as error:
             _LOG.warning("%s is committed, but remains of its making stay for now: %s", self._job.directory, error)
 
-    def _undo(self, error: BaseException) -> None:
-        """Put moved files back and remove what was stored, unless it may have been committed.
+    def _undo(self) -> None:
+        """Put moved files back and remove what was stored.
 
         What fails here is left for the sweep of the next start. The plan file need not be there any more: whoever took
         the run over has swept it, and what was stored since goes by what we know of it.
         """
         storage, job = self._storage, self._job
-        if self._begun is None or not certainly_uncommitted(
-            storage, job.directory, job.manifest, error, is_sent=self._is_sent
-        ):
+        if self._begun is None:
             return
         plan, paths = self._begun
-        with suppress(HoldfastError):
-            for item in plan.items if paths else ():
-                target = join(job.directory, item.path)
-                if item.movable and not os.path.lexists(item.source) and storage.exists(target):
-                    top, inside = self._inside(item)
-                    home, name = _home(storage, top)
-                    self._put_back(target, home, join(name, inside))
-            clear_planned(storage, job.directory, self._plan_name, paths)
-            storage.tidy(job.directory)
+        for item in plan.items if paths else ():
+            target = join(job.directory, item.path)
+            if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                top, inside = self._inside(item)
+                home, name = _home(storage, top)
+                self._put_back(target, home, join(name, inside))
+        clear_planned(storage, job.directory, self._plan_name, paths)
+        storage.tidy(job.directory)
 
     def _put_back(self, target: str, home: Storage, path: str) -> None:
         found = door_of(self._storage)
@@ -371,31 +362,17 @@ def commit_in_place(
     if manifest is None:
         replaced = look_before(storage, job.directory)
         before = _manifest_there(storage, job, run)
-        is_sent = False
         listing = FileList(job.save_id, (0,) if before is None else before.writers)
-        try:
+        clear = partial(clear_planned, storage, job.directory, plan_name(job.save_id), [listing.digests_path])
+        with committing(storage, job, run, undo=clear) as commit:
             # Says whose the digest file is if the commit does not come. Nothing else is ours to remove.
             put_plan(storage, job.directory, job.save_id, [listing.digests_path], {})
             folders = _list(storage, job, before, listing, Copier(side))
             seconds["digest"] = time.perf_counter() - start
             written = listing.put_digests(storage, job.directory)
-            if run is not None:
-                run.before_commit()
             fields = manifest_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
-            is_sent = True
-            manifest = commit(
-                storage,
-                job.directory,
-                fields,
-                listing.parts(),
-                overwrite=None if before is None else replaced,
-                keep_sidecars=True,
-            )
-        except BaseException as error:
-            if certainly_uncommitted(storage, job.directory, job.manifest, error, is_sent=is_sent):
-                with suppress(HoldfastError):
-                    clear_planned(storage, job.directory, plan_name(job.save_id), [listing.digests_path])
-            raise
+            overwrite = None if before is None else replaced
+            manifest, _ = commit(fields, listing.parts(), overwrite=overwrite, keep_sidecars=True)
         seconds["commit"] = time.perf_counter() - start - seconds["digest"]
     drop_plan(storage, job.directory, job.save_id)
     seconds["total"] = time.perf_counter() - start
