@@ -40,7 +40,7 @@ from .messages import BlobPlan, FilePlan, SaveJob, error_from_json
 
 __all__ = [
     "MAX_REUSES", "VIEW_BYTES", "Arriving", "Known", "PartWriter", "Previous", "Watermark", "Window", "WindowSource",
-    "join", "read_previous", "unchanged_runs", "watermark", "write_views",
+    "read_previous", "unchanged_runs", "write_views",
 ]  # fmt: skip
 
 # Every tenth save writes again, so that a checkpoint and its fallback do not share all their rot.
@@ -316,11 +316,6 @@ class Arriving:
         ended = self._saves.pop(call, None)
         if isinstance(ended, WindowSource):
             ended.end(error or HoldfastError("this save has ended already"))
-
-
-def watermark(job: SaveJob, filled: int) -> Watermark:
-    """Return the mark below which the arena of a job is filled."""
-    return Watermark(filled, max((plan.arena_offset + plan.size for plan in job.files), default=0))
 
 
 def write_views(writer: FileWriter, view: memoryview, start: int, nbytes: int, gate: Watermark | None = None) -> float:

@@ -180,8 +180,8 @@ class Task:
         storage_key: number of the storage in this conversation.
         view: memory of the arena.
         blobs: bytes of the small files.
-        source: windows of a windowed job.
-        gate: how much of the arena is filled, for a job that was submitted before all of it was.
+        arriving: the windows of a windowed job; or how much of the arena is filled, for a job that was submitted before
+            all of it was.
         again: the job was sent to an earlier writer process that died: it may be committed already.
     """
 
@@ -190,8 +190,7 @@ class Task:
     storage_key: int
     view: memoryview
     blobs: tuple[bytes, ...] = ()
-    source: WindowSource | None = None
-    gate: Watermark | None = None
+    arriving: WindowSource | Watermark | None = None
     again: bool = False
 
 
@@ -231,7 +230,7 @@ class SaveRunner:
             writer, part, stored_as, seconds = self._attempt(task, run)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
-            if run is None or task.source is not None or not run.make_room():
+            if run is None or job.windowed or not run.make_room():
                 raise
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory
@@ -275,10 +274,10 @@ class SaveRunner:
         writer = PartWriter(task.storage, job, previous=previous, side=self.side)
         undo = partial(writer.discard, plan=bool(planned), again=task.again)
         with committing(task.storage, job, run, undo=undo) as commit:
-            if task.source is None:
-                part = writer.write_arena(task.view, task.blobs, task.gate)
+            if isinstance(task.arriving, WindowSource):
+                part = writer.write_windows(task.view, task.arriving, task.blobs)
             else:
-                part = writer.write_windows(task.view, task.source, task.blobs)
+                part = writer.write_arena(task.view, task.blobs, task.arriving)
             begin = time.perf_counter()
             stored_as = None
             if job.part:
