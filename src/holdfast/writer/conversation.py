@@ -6,6 +6,7 @@ The other half is a plain interpreter in a session of its own (`launch_process`)
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -17,7 +18,7 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,7 @@ class PendingCall(Future[Any]):
 class Conversation:
     """The calls to a writer and its answers; starts it again once after its death and repeats unanswered calls.
 
-    Callers hold `lock` across `check` and the messages that belong together.
+    Callers take a `turn` for messages that belong together.
     """
 
     def __init__(self, *, thread: bool) -> None:
@@ -173,10 +174,16 @@ class Conversation:
 
     # ---- sending
 
-    def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
-        """Send a message that is answered, after a `check`; ``kept`` are the other arguments of a `PendingCall`."""
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the lock for messages that belong together, after a `check`."""
         with self.lock:
             self.check()
+            yield
+
+    def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
+        """Send a message that is answered, after a `check`; ``kept`` are the other arguments of a `PendingCall`."""
+        with self.turn():
             call = PendingCall(next(self._numbers), header, **kept)
             self._calls[call.number] = call
             self.send({**header, "call": call.number}, call.attachments)
@@ -223,25 +230,30 @@ class Conversation:
         key = self._keys.get(name)
         if key is None:
             key = self._keys[name] = len(self._keys) + 1
+            told: dict[str, Any] = {}
             if self._shared is not None:
                 self._shared.share_storage(key, storage)
                 _say_thread(storage)
-            self._descriptions[key] = {} if self._shared is not None else json.loads(name)
-            if self._shared is None and (imports := import_paths(self._descriptions[key]["description"])):
-                self._descriptions[key]["imports"] = imports
-            self.send({"do": "storage", "key": key, **self._descriptions[key]})
+            else:
+                told = json.loads(name)
+                if imports := import_paths(told["description"]):
+                    told["imports"] = imports
+            self._descriptions[key] = told
+            self.send({"do": "storage", "key": key, **told})
         return key
 
     def tell_arena(self, arena: Arena) -> None:
         """Hand an arena over, the first time."""
         if arena.number in self._arenas:
             return
-        if self._shared is None and arena.fd is None:
-            raise ConfigError("this arena cannot be shared with a writer process: it has no memfd or is closed")
-        self._arenas.add(arena.number)
+        fds: tuple[int, ...] = ()
         if self._shared is not None:
             self._shared.share(arena)
-        fds = () if self._shared is not None or arena.fd is None else (arena.fd,)
+        elif arena.fd is None:
+            raise ConfigError("this arena cannot be shared with a writer process: it has no memfd or is closed")
+        else:
+            fds = (arena.fd,)
+        self._arenas.add(arena.number)
         self.send({"do": "arena", "number": arena.number, "size": arena.size}, fds=fds)
         reference = weakref.ref(self)
         arena.on_close(lambda closed: _drop_arena(reference, closed.number))
