@@ -37,7 +37,7 @@ from holdfast.storage.together import SerialExecutor, together
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import committed_already, committing, outcome
-from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
+from .merge import FileList, MergedFile, MergePlan, contested, known_fields, merge, merged_fields
 from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
 
 _LOG = get_logger("writer")
@@ -136,7 +136,7 @@ class Intake:
                 metadata = plan.metadata if check_blanks(plan.metadata) is not None else close_by_blanks(plan.metadata)
                 storage.put(join(job.directory, METADATA_FILE), metadata)
         with self._timed("commit"):
-            fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
+            fields = merged_fields(job.manifest, plan.fields, folders=plan.folders)
             return commit(fields, listing.parts())[0], plan.warnings
 
     def _make_plan(self, run: Run | None) -> tuple[MergePlan, tuple[str, ...]]:
@@ -370,7 +370,7 @@ def commit_in_place(
             folders = _list(storage, job, before, listing, Copier(side))
             seconds["digest"] = time.perf_counter() - start
             written = listing.put_digests(storage, job.directory)
-            fields = manifest_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
+            fields = merged_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
             overwrite = None if before is None else replaced
             manifest, _ = commit(fields, listing.parts(), overwrite=overwrite, keep_sidecars=True)
         seconds["commit"] = time.perf_counter() - start - seconds["digest"]

@@ -346,9 +346,7 @@ def known_fields(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def manifest_fields(
-    given: Mapping[str, Any], known: Mapping[str, Any], *, folders: Sequence[str] = ()
-) -> dict[str, Any]:
+def merged_fields(given: Mapping[str, Any], known: Mapping[str, Any], *, folders: Sequence[str] = ()) -> dict[str, Any]:
     """Merge the manifest fields of a job with `known_fields` (empty for files that were no checkpoint).
 
     Args:
