@@ -25,7 +25,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
+from holdfast.format.commit import PartSummary, Replaced, commit, look_before, read_manifest
 from holdfast.format.digest import ChunkHasher, digests_name, file_digest
 from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
@@ -472,15 +472,31 @@ def write_alone(
     try:
         part = writer.write(rows, aliases)
         state = writer.state(dumps(tree))
-        fields = manifest_fields(
-            checkpoint_id=uuid.uuid4().hex,
-            step=step,
-            epoch=epoch,
-            metrics={},
-        )
-        summary = PartSummary(writer=0, files=(*part.files, state))
-        allowed = replaced if overwrite or replaced.etag == "" else None
-        commit(target.storage, target.directory, {**fields, "extra": dict(extra or {})}, [summary], overwrite=allowed)
+        part = PartSummary(writer=0, files=(*part.files, state))
+        commit_alone(target, [part], replaced, overwrite=overwrite, step=step, epoch=epoch, extra=extra)
     except BaseException:
         writer.discard()
         raise
+
+
+def commit_alone(
+    target: Checkpoint,
+    parts: Sequence[PartSummary],
+    before: Replaced,
+    *,
+    overwrite: bool,
+    step: int | None,
+    epoch: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    world_size: int = 1,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Commit what all ranks have written of a checkpoint that belongs to no run, as `write_alone` does.
+
+    ``before`` is what was there before the first of these files.
+    """
+    fields = manifest_fields(
+        checkpoint_id=uuid.uuid4().hex, step=step, epoch=epoch, metrics=metrics or {}, world_size=world_size
+    )
+    replaced = before if overwrite or before.etag == "" else None
+    commit(target.storage, target.directory, {**fields, "extra": dict(extra or {})}, parts, overwrite=replaced)
