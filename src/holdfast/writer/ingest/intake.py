@@ -37,8 +37,19 @@ from holdfast.storage.together import SerialExecutor, together
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..save import committed_already, committing, outcome
-from .merge import FileList, MergedFile, MergePlan, contested, known_fields, merge, merged_fields
-from .sources import SMALL_BYTES, Contents, Copier, changed, damaged, opened, read_incoming, remove_incoming, scan
+from .merge import FileList, MergePlan, contested, known_fields, merge, merged_fields
+from .sources import (
+    SMALL_BYTES,
+    Contents,
+    Copier,
+    SourceFile,
+    changed,
+    damaged,
+    opened,
+    read_incoming,
+    remove_incoming,
+    scan,
+)
 
 _LOG = get_logger("writer")
 _NAMED = 5
@@ -130,7 +141,7 @@ class Intake:
                     if item.entry is not None:
                         listing.add(item.entry)
                     else:
-                        listing.add_file(item.path, item.size, table, writer=item.rank)
+                        listing.add_file(item.name, item.size, table, writer=item.rank)
             self._written += listing.put_digests(storage, job.directory)
             if plan.metadata is not None:
                 metadata = plan.metadata if check_blanks(plan.metadata) is not None else close_by_blanks(plan.metadata)
@@ -152,7 +163,7 @@ class Intake:
                     self._tables[file.source] = self._copier.digest_file(file.source, file.size)
         digests = {(file.rank, file.name): file_digest(self._tables[file.source]) for file in needed}
         plan = merge(sources, digests)
-        paths = {item.path for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
+        paths = {item.name for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
         paths |= {METADATA_FILE} if plan.metadata is not None else set()
         skip = len(job.directory) + 1
         taken = sorted({info.path[skip:] for info in storage.list(job.directory)} & {*paths, MANIFEST_NAME})
@@ -200,8 +211,8 @@ class Intake:
         for source in homes.values() if begun else ():  # the plan is that of an earlier writer
             self._look_at(source)
 
-        def copy(item: MergedFile) -> None:
-            target = join(self._job.directory, item.path)
+        def copy(item: SourceFile) -> None:
+            target = join(self._job.directory, item.name)
             if begun:
                 storage.delete(target)
             storage.copy(item.source, target)
@@ -209,12 +220,12 @@ class Intake:
         together(storage, [partial(copy, item) for item in items])
         self._written += sum(item.size for item in items)
 
-    def _store(self, item: MergedFile, batch: FileBatch, *, begun: bool) -> bytes:
+    def _store(self, item: SourceFile, batch: FileBatch, *, begun: bool) -> bytes:
         """Bring one file to its place; give its chunk digests (b"" where its manifest has them and it was moved)."""
         storage = self._storage
         if not os.path.isabs(item.source):
             return self._tables[item.source]  # it is there: `_copy_incoming`
-        target = join(self._job.directory, item.path)
+        target = join(self._job.directory, item.name)
         if begun:
             if item.movable and not os.path.lexists(item.source) and storage.exists(target):
                 # It was moved before the crash.
@@ -233,13 +244,13 @@ class Intake:
                     return table
         return self._copy(item, target, batch)
 
-    def _inside(self, item: MergedFile) -> tuple[str, str]:
+    def _inside(self, item: SourceFile) -> tuple[str, str]:
         """Return the directory that was reported, and the path of a file in it; "" if it was reported by itself."""
         top = next(source.path for source in self._job.sources if source.rank == item.rank).rstrip("/")
         return top, item.source[len(top) :].strip("/")
 
     @contextmanager
-    def _held(self, item: MergedFile) -> Iterator[str]:
+    def _held(self, item: SourceFile) -> Iterator[str]:
         """Yield a file that may be moved by its directory, reached without links: what is put in the way is no file.
 
         Else a link that took the place of a directory since `scan` would have somebody else's file moved.
@@ -254,7 +265,7 @@ class Intake:
         with folder:
             yield folder.at(name)
 
-    def _copy(self, item: MergedFile, target: str, batch: FileBatch) -> bytes:
+    def _copy(self, item: SourceFile, target: str, batch: FileBatch) -> bytes:
         if item.size <= SMALL_BYTES:
             table = self._copier.copy_small(item.source, item.size, batch, target)
         else:
@@ -262,7 +273,7 @@ class Intake:
         if self._tables.get(item.source, table) != table:
             raise changed(item.source)
         if item.entry is not None and file_digest(table) != item.entry.digest:
-            raise damaged(item.source, item.path)
+            raise damaged(item.source, item.name)
         self._written += item.size
         return table
 
@@ -308,7 +319,7 @@ class Intake:
             return
         plan, paths = self._begun
         for item in plan.items if paths else ():
-            target = join(job.directory, item.path)
+            target = join(job.directory, item.name)
             if item.movable and not os.path.lexists(item.source) and storage.exists(target):
                 top, inside = self._inside(item)
                 home, name = _home(storage, top)
