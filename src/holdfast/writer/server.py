@@ -630,7 +630,11 @@ class WriterLoop:
     # ---- answers, from any thread
 
     def hold(self, fd: int) -> bool:
-        """Have the trainer keep a descriptor open too."""
+        """Have the trainer keep a descriptor open too, in place of the one before, until its writer has ended for good.
+
+        Returns:
+            Whether the file is certain to stay open as long as somebody may start this writer again.
+        """
         try:
             self._channel.send({"on": "hold", "calls": []}, fds=(fd,))
         except OSError as error:
