@@ -1,4 +1,4 @@
-"""Chunk tables are the same however the bytes arrive."""
+"""Chunk tables, and the digests of files that are made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import xxhash
 
 from holdfast.format.digest import (
     CHUNK,
-    ChunkHasher,
     Digests,
     bytes_digest,
     check_blanks,
@@ -34,20 +33,6 @@ def test_table_holds_xxh3_64_little_endian_for_each_chunk(size):
     assert chunk_digests(memoryview(data)) == plain
     assert len(plain) == 8 * num_chunks(size)
     assert bytes_digest(data) == file_digest(plain) == f"xxh3:{xxhash.xxh3_128_hexdigest(plain)}"
-
-
-def test_hasher_does_not_care_about_the_sizes_of_pieces():
-    """Any split gives the same table, and the table may be asked for in between."""
-    rng = random.Random(7)
-    data = rng.randbytes(5 * CHUNK + 99)
-    for _ in range(30):
-        hasher, at = ChunkHasher(), 0
-        while at < len(data):
-            step = rng.choice((0, 1, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK))
-            hasher.update(memoryview(data)[at : at + step])
-            at += step
-            assert hasher.table == chunk_digests(data[:at])
-        assert hasher.table == chunk_digests(data)
 
 
 def test_a_flipped_bit_changes_exactly_its_chunk():

@@ -70,43 +70,6 @@ def digested(reader: FileReader, buffer: memoryview) -> Iterator[tuple[int, memo
         yield start, view, chunk_digests(view)
 
 
-class ChunkHasher:
-    """Chunk digests of a stream that arrives in pieces of any size.
-
-    Example:
-        >>> hasher = ChunkHasher()
-        >>> hasher.update(b"some")
-        >>> hasher.update(b" bytes")
-        >>> hasher.table == chunk_digests(b"some bytes")
-        True
-    """
-
-    def __init__(self) -> None:
-        self._table = bytearray()
-        self._rest = bytearray()
-
-    def update(self, view: memoryview | bytes) -> None:
-        """Add the next bytes of the stream."""
-        if not len(view):
-            return
-        data = memoryview(view).cast("B")
-        if self._rest:
-            take = min(CHUNK - len(self._rest), len(data))
-            self._rest += data[:take]
-            data = data[take:]
-            if len(self._rest) == CHUNK:
-                self._table += chunk_digests(bytes(self._rest))
-                self._rest.clear()
-        whole = len(data) // CHUNK * CHUNK
-        self._table += chunk_digests(data[:whole])
-        self._rest += data[whole:]
-
-    @property
-    def table(self) -> bytes:
-        """The chunk table of everything so far, a short last chunk included."""
-        return bytes(self._table) + (chunk_digests(bytes(self._rest)) if self._rest else b"")
-
-
 def bytes_digest(data: bytes | memoryview) -> str:
     """Return the digest of a small file's content."""
     return file_digest(chunk_digests(data))

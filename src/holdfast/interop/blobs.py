@@ -26,7 +26,7 @@ from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, Replaced, commit, look_before, read_manifest
-from holdfast.format.digest import ChunkHasher, digests_name, file_digest
+from holdfast.format.digest import chunk_digests, digests_name, file_digest
 from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
@@ -257,10 +257,15 @@ class ExportFolder:
 
 
 class Blocks(contextlib.AbstractContextManager["Blocks"]):
-    """Turns parts of any length into the whole blocks that `FileWriter.write` takes; an error aborts the file."""
+    """Turns parts of any length into the whole blocks that `FileWriter.write` takes; an error aborts the file.
 
-    def __init__(self, writer: FileWriter) -> None:
-        self._writer = writer
+    Args:
+        writer: of the file, which is closed at the end.
+        see: called with each block, of whole MiB but for the last.
+    """
+
+    def __init__(self, writer: FileWriter, see: Callable[[memoryview], object] = lambda block: None) -> None:
+        self._writer, self._see = writer, see
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # aligned, so that a disk may take it directly
         self._used = 0
 
@@ -270,26 +275,27 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         while done < len(view):
             if not self._used and len(view) - done >= _BUFFER:
                 whole = (len(view) - done) // _BUFFER * _BUFFER
-                self._writer.write(view[done : done + whole])
+                self._write(view[done : done + whole])
                 done += whole
                 continue
             take = min(_BUFFER - self._used, len(view) - done)
             self._buffer[self._used : self._used + take] = view[done : done + take]
             self._used, done = self._used + take, done + take
             if self._used == _BUFFER:
-                self._flush()
+                self._write(self._buffer)
+                self._used = 0
 
-    def _flush(self) -> None:
-        if self._used:
-            self._writer.write(self._buffer[: self._used])
-            self._used = 0
+    def _write(self, block: memoryview) -> None:
+        self._see(block)
+        self._writer.write(block)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._writer.abort()
             return
         try:
-            self._flush()
+            if self._used:
+                self._write(self._buffer[: self._used])
         except BaseException:
             self._writer.abort()
             raise
@@ -414,14 +420,13 @@ class DirectPartWriter:
     def _tensors(self, template: str, rows: list[Row], tensors: dict[str, TensorEntry]) -> None:
         file = lay_out(rows_of((row.name.partition("/")[2] or row.name, row.blob) for row in rows))
         path = template.replace("{save_id}", self._save_id)
-        hasher = ChunkHasher()
-        with Blocks(self._storage.create(join(self._directory, path), file.size)) as sink:
-            hasher.update(file.header)
+        table = bytearray()
+        writer = self._storage.create(join(self._directory, path), file.size)
+        with Blocks(writer, lambda block: table.extend(chunk_digests(block))) as sink:
             sink(memoryview(file.header))
             for number in file.order:
                 row = rows[number]
                 for view in row.blob.parts():
-                    hasher.update(view)
                     sink(view)
                     if self._progress is not None:
                         self._progress(len(view))
@@ -429,9 +434,8 @@ class DirectPartWriter:
                 piece = Piece(template, file.offsets[number], row.blob.nbytes, start, shape)
                 before = tensors[row.name].pieces if row.name in tensors else ()
                 tensors[row.name] = TensorEntry(row.name, row.blob.dtype, row.shape, (*before, piece))
-        table, place = hasher.table, (self._digests_path, len(self._tables))
+        place, digest = (self._digests_path, len(self._tables)), file_digest(bytes(table))
         self._tables += table
-        digest = file_digest(table)
         self._entries.append(
             FileEntry(path=path, size=file.size, digest=digest, role="tensors", writer=self._rank, chunks=place)
         )
