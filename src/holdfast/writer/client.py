@@ -250,10 +250,10 @@ class WriterClient:
         with self._talk.lock:
             if self._talk.closed:
                 return  # the writer drops what is not sealed; an error of ours would hide the one that led here
-            self._talk.check()
-            # A writer that is started again must not wait for the rest of it.
-            save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
-            self._talk.send(header)
+            with self._talk.turn():
+                # A writer that is started again must not wait for the rest of it.
+                save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
+                self._talk.send(header)
 
     def join(
         self,

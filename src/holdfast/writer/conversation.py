@@ -156,33 +156,31 @@ class Conversation:
         """True when the writer is a thread of this process."""
         return self._shared is not None
 
-    def check(self) -> None:
-        """Refuse to go on after the end.
+    # ---- sending
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the lock for messages that belong together.
 
         Raises:
             HoldfastError: the writer is gone for good.
             SessionError: closed, or called in a forked child.
         """
-        if self._owner != os.getpid():
-            raise SessionError("this process was forked from the trainer: only the trainer itself talks to its writer")
-        if self._failure is not None:
-            raise HoldfastError(self._failure)
-        if self._closing:
-            raise SessionError("the writer is closed; start another one")
-        if self._ended:
-            raise HoldfastError("the writer has ended by itself: nobody would answer; see the log for why")
-
-    # ---- sending
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold the lock for messages that belong together, after a `check`."""
         with self.lock:
-            self.check()
+            if self._owner != os.getpid():
+                raise SessionError(
+                    "this process was forked from the trainer: only the trainer itself talks to its writer"
+                )
+            if self._failure is not None:
+                raise HoldfastError(self._failure)
+            if self._closing:
+                raise SessionError("the writer is closed; start another one")
+            if self._ended:
+                raise HoldfastError("the writer has ended by itself: nobody would answer; see the log for why")
             yield
 
     def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
-        """Send a message that is answered, after a `check`; ``kept`` are the other arguments of a `PendingCall`."""
+        """Send a message that is answered, in a `turn`; ``kept`` are the other arguments of a `PendingCall`."""
         with self.turn():
             call = PendingCall(next(self._numbers), header, **kept)
             self._calls[call.number] = call
