@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit
+from holdfast.format.digest import CHUNK
 from holdfast.format.division import Box
 from holdfast.interop import blobs
 from holdfast.interop.blobs import Blob, BoxReader, DirectPartWriter, Row, assemble
@@ -104,6 +106,25 @@ def test_checkpoints_of_many_ranks_are_consolidated(data, num_ranks) -> None:
                 assert b"".join(bytes(view) for view in source.named(name).parts()) == array.tobytes()
     finally:
         storage.delete_tree("")
+
+
+def test_digests_are_those_of_the_file_whatever_the_lengths_of_its_parts() -> None:
+    """A tensor comes in parts of any length; what is stored is all of it, and fits its digests."""
+    rng = random.Random(7)
+    content = rng.randbytes((5 << 20) + 99)
+    parts, at = [], 0
+    while at < len(content):
+        step = rng.choice((0, 1, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 1 << 20, (2 << 20) + 1))
+        parts.append(memoryview(content)[at : at + step])
+        at += step
+    storage = MemoryStorage("parts-of-any-length")
+    blob = Blob("w", "uint8", (len(content),), partial(iter, parts), 1)
+    writer = DirectPartWriter(storage, "ck", "aaaaaaaa-1")
+    summary = writer.write([Row("w", blob, blob.shape)], {})
+    files = (*summary.files, writer.state(dumps({"w": {"$": "tensor", "n": "w"}})))
+    commit(storage, "ck", {"checkpoint_id": "x"}, [PartSummary(writer=0, files=files)])
+    assert hf.Checkpoint.at(storage, "ck").verify().ok
+    assert hf.load(hf.Checkpoint.at(storage, "ck"))["w"].numpy().tobytes() == content
 
 
 def test_a_flipped_bit_is_found_and_named(tmp_path) -> None:

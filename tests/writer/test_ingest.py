@@ -41,7 +41,7 @@ def merged(*sources: Contents, data: dict[tuple[int, str], bytes] | None = None)
     data = data or {}
     asked = contested(sources)
     plan = merge(sources, {(one.rank, one.name): bytes_digest(data[one.rank, one.name]) for one in asked})
-    return plan, {item.path: item.rank for item in plan.items}
+    return plan, {item.name: item.rank for item in plan.items}
 
 
 def of_ranks(files: dict[int, dict[str, bytes]]) -> tuple[MergePlan, dict[str, int]]:
@@ -140,7 +140,7 @@ def test_a_checkpoint_keeps_roles_and_digests() -> None:
     manifest = checkpoint(files, writers=(0, 1), world_size=2, epoch=1.5, extra={"k": (1, 2)}, versions={"torch": "2"})
     plan, paths = merged(contents(0, {"notes.txt": b"n"}), contents(1, {**files, "more.txt": b"m"}, manifest=manifest))
     assert paths == {**dict.fromkeys(files, 1), "more.txt": 1, "notes.txt": 0}
-    entries = {item.path: item.entry for item in plan.items}
+    entries = {item.name: item.entry for item in plan.items}
     first = entries["model-00001-5f3a9c01-1.safetensors"]
     assert first is not None
     assert (first.role, first.digest, first.reused_from) == ("tensors", manifest.files[0].digest, None)
@@ -167,7 +167,7 @@ def test_of_several_checkpoints_the_lowest_is_adopted() -> None:
         contents(2, two, manifest=checkpoint(two, checkpoint_id="2")),
     )
     assert paths == {"state-aaaaaaaa-1.json": 1, "state-bbbbbbbb-1.json": 2, "manifest.rank-2.json": 2}
-    entries = {item.path: item.entry for item in plan.items}
+    entries = {item.name: item.entry for item in plan.items}
     assert entries["state-aaaaaaaa-1.json"] is not None
     assert entries["state-bbbbbbbb-1.json"] is None
     assert "load() gives that of rank 1" in plan.warnings[0]
@@ -205,7 +205,7 @@ def test_every_rank_finds_its_bytes(files: dict[int, dict[str, bytes]]) -> None:
     """Whatever the ranks have: each content is there, no path twice, and the plan survives being written down."""
     plan, paths = of_ranks(files)
     assert len(paths) == len(plan.items)
-    stored = {item.path: files[item.rank][item.source.split("/", 2)[2]] for item in plan.items}
+    stored = {item.name: files[item.rank][item.source.split("/", 2)[2]] for item in plan.items}
     for rank, named in files.items():
         for name, data in named.items():
             own = [path for path, item_rank in paths.items() if item_rank == rank and stored[path] == data]

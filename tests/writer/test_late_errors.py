@@ -189,7 +189,7 @@ def test_what_is_complete_is_not_given_up(kind: str) -> None:
             mark.wait(4)
         return
     source = WindowSource(print)
-    source.seal((b"{}",), None)
+    source.seal()
     source.abandon(why)
     assert list(source.windows()) == []
     source = WindowSource(print)

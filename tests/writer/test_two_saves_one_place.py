@@ -22,7 +22,7 @@ def task(storage, save_id, content, gate=None):
         files=(FilePlan(path="config.json", size=len(content), role="user", arena_offset=0, stable=False),),
         manifest={"checkpoint_id": save_id},
     )
-    return Task(job=job, storage=storage, storage_key=1, view=memoryview(content.ljust(4096)), gate=gate)
+    return Task(job=job, storage=storage, storage_key=1, view=memoryview(content.ljust(4096)), arriving=gate)
 
 
 def save(job):
@@ -83,7 +83,7 @@ def test_a_save_that_was_overtaken_does_not_commit_before_the_other_either(tmp_p
     storage, errors = Stopping(tmp_path), []
     first = task(LocalStorage(tmp_path), "aaaaaaaa-1", b"first", gate := Watermark(0, 4096))
     waits = Stopping(tmp_path)
-    first = Task(job=first.job, storage=waits, storage_key=1, view=first.view, gate=gate)
+    first = Task(job=first.job, storage=waits, storage_key=1, view=first.view, arriving=gate)
 
     def run(job):
         try:

@@ -125,7 +125,6 @@ def commit(
     parts: Sequence[PartSummary],
     *,
     overwrite: Replaced | None = None,
-    keep_sidecars: bool = False,
     void: Callable[[Manifest], bool] | None = None,
 ) -> Manifest:
     """Write the manifest: from its return on, ``directory`` is a checkpoint, durably.
@@ -137,7 +136,6 @@ def commit(
             have one); keys that are no fields go to ``extra``.
         parts: what each writer contributed.
         overwrite: the content before the first of these files: replace it, then remove what ``parts`` do not have.
-        keep_sidecars: what was said about a replaced checkpoint (metadata, late metrics) is true of the new one.
         void: decides whether a manifest that is in the way counts for nothing and may be replaced.
 
     Raises:
@@ -146,7 +144,7 @@ def commit(
             checkpoint since ``overwrite`` was looked at: that process's checkpoint stays.
     """
     manifest = assemble(directory, manifest_fields, parts)
-    commit_manifest(storage, directory, manifest, overwrite=overwrite, keep_sidecars=keep_sidecars, void=void)
+    commit_manifest(storage, directory, manifest, overwrite=overwrite, void=void)
     return manifest
 
 
@@ -202,7 +200,8 @@ def commit_manifest(
 ) -> bytes:
     """Write a manifest whose files are all there, and return its bytes. See `commit`.
 
-    A stored manifest with the same bytes counts as written.
+    A stored manifest with the same bytes counts as written. With ``keep_sidecars`` what was said about a replaced
+    checkpoint (metadata, late metrics) is true of the new one.
     """
     entries = manifest.files
     data = manifest.to_bytes()

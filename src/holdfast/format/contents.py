@@ -120,7 +120,9 @@ class ContentsReader:
         sizes = {entry.path: entry.size for entry in self.manifest.files}
         self.read_ahead(entries)
         if len(entries) == 1:  # without NumPy, which takes longer to import than most indexes to read
-            return [IndexFile(entries[0].path, save_id_of(entries[0].path), self.read(entries[0])).decode(sizes)]
+            (entry,) = entries
+            save_id = save_id_of(entry.path)
+            return [Index.from_bytes(self.read(entry), where=entry.path, save_id=save_id, sizes=sizes)]
         from .index_group import read_indexes
 
         texts = (IndexFile(entry.path, save_id_of(entry.path), self.read(entry)) for entry in entries)

@@ -41,6 +41,11 @@ def table_at(tables: bytes, offset: int, size: int) -> bytes:
     return tables[offset : offset + table_bytes(size)]
 
 
+def digests_name(writer: int, save_id: str) -> str:
+    """Name the digest file of a writer: the chunk tables of its files, one after another."""
+    return f"digests-{writer:05d}-{save_id}.bin"
+
+
 def chunk_digests(view: memoryview | bytes) -> bytes:
     """Return eight bytes (little endian) for each chunk of ``view``; the last chunk may be short."""
     view = memoryview(view).cast("B") if len(view) else memoryview(b"")
@@ -65,43 +70,6 @@ def digested(reader: FileReader, buffer: memoryview) -> Iterator[tuple[int, memo
         view = buffer[: min(len(buffer), reader.size - start)]
         reader.read_into(start, view)
         yield start, view, chunk_digests(view)
-
-
-class ChunkHasher:
-    """Chunk digests of a stream that arrives in pieces of any size.
-
-    Example:
-        >>> hasher = ChunkHasher()
-        >>> hasher.update(b"some")
-        >>> hasher.update(b" bytes")
-        >>> hasher.table == chunk_digests(b"some bytes")
-        True
-    """
-
-    def __init__(self) -> None:
-        self._table = bytearray()
-        self._rest = bytearray()
-
-    def update(self, view: memoryview | bytes) -> None:
-        """Add the next bytes of the stream."""
-        if not len(view):
-            return
-        data = memoryview(view).cast("B")
-        if self._rest:
-            take = min(CHUNK - len(self._rest), len(data))
-            self._rest += data[:take]
-            data = data[take:]
-            if len(self._rest) == CHUNK:
-                self._table += chunk_digests(bytes(self._rest))
-                self._rest.clear()
-        whole = len(data) // CHUNK * CHUNK
-        self._table += chunk_digests(data[:whole])
-        self._rest += data[whole:]
-
-    @property
-    def table(self) -> bytes:
-        """The chunk table of everything so far, a short last chunk included."""
-        return bytes(self._table) + (chunk_digests(bytes(self._rest)) if self._rest else b"")
 
 
 def bytes_digest(data: bytes | memoryview) -> str:
@@ -153,33 +121,6 @@ def closed_object(data: bytes) -> dict[str, Any]:
         return dict(json.loads(data))
     except (RecursionError, TypeError) as error:
         raise ValueError(str(error)) from error
-
-
-class DigestFile:
-    """The digest file of a writer: the chunk tables of its files, one after another.
-
-    Args:
-        writer: whose files they are.
-        save_id: of the save.
-
-    Attributes:
-        path: name of the digest file inside the checkpoint.
-    """
-
-    def __init__(self, writer: int, save_id: str) -> None:
-        self.path = f"digests-{writer:05d}-{save_id}.bin"
-        self._content = bytearray()
-
-    def add(self, table: bytes) -> tuple[str, int]:
-        """Append a chunk table; return where it is: the ``chunks`` of a `FileEntry`."""
-        place = self.path, len(self._content)
-        self._content += table
-        return place
-
-    @property
-    def content(self) -> bytes:
-        """The bytes of the digest file."""
-        return bytes(self._content)
 
 
 @dataclass(slots=True)

@@ -121,7 +121,7 @@ class Index:
             data: what `to_bytes` gave.
             where: name of the file, for messages.
             save_id: replaces ``{save_id}`` in file names.
-            sizes: bytes of each file of the checkpoint, by path; ranges beyond them are refused.
+            sizes: bytes of each file of the checkpoint, by path; other files and ranges beyond them are refused.
 
         Raises:
             CorruptCheckpointError: malformed, or boxes and ranges that overlap, do not fit or leave their files.
@@ -158,6 +158,12 @@ class Index:
             division = None if stated is None else Division.from_json(stated)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _corrupt(where, f"malformed ({type(error).__name__}: {brief(error, 400)})") from error
+        if missing := [] if sizes is None else [path for path in files if path not in sizes]:
+            raise CorruptCheckpointError(
+                f"{where} refers to {missing[0]}, which the manifest does not list: this checkpoint is damaged; use "
+                "another one",
+                file=where,
+            )
         free = body.get("per_rank")
         return cls(writer=writer, files=files, tensors=tensors, aliases=aliases, per_rank=free, division=division)
 
@@ -170,16 +176,8 @@ class IndexFile(NamedTuple):
     data: bytes
 
     def decode(self, sizes: Mapping[str, int] | None) -> Index:
-        """Decode and check it, as `Index.from_bytes` does; with ``sizes`` it may name files of these alone."""
-        index = Index.from_bytes(self.data, where=self.where, save_id=self.save_id, sizes=sizes)
-        missing = [] if sizes is None else [path for path in index.files if path not in sizes]
-        if missing:
-            raise CorruptCheckpointError(
-                f"{self.where} refers to {missing[0]}, which the manifest does not list: this checkpoint is damaged; "
-                "use another one",
-                file=self.where,
-            )
-        return index
+        """Decode and check it, as `Index.from_bytes` does."""
+        return Index.from_bytes(self.data, where=self.where, save_id=self.save_id, sizes=sizes)
 
 
 class FileNumbers:

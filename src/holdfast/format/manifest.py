@@ -62,6 +62,11 @@ class FileEntry:
     reused_from: str | None = None
     chunks: tuple[str, int] | None = None
 
+    @classmethod
+    def of_small(cls, path: str, data: bytes, *, role: str, writer: int) -> FileEntry:
+        """Describe a small file by its content; its digest is all there is."""
+        return cls(path=path, size=len(data), digest=bytes_digest(data), role=role, writer=writer)
+
     def to_json(self) -> dict[str, Any]:
         """Describe this file; fields that say nothing are left out."""
         row: dict[str, Any] = {"path": self.path, "size": self.size, "digest": self.digest, "role": self.role}

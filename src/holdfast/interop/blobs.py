@@ -25,8 +25,8 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
-from holdfast.format.digest import ChunkHasher, DigestFile, bytes_digest, file_digest
+from holdfast.format.commit import PartSummary, Replaced, commit, look_before, read_manifest
+from holdfast.format.digest import chunk_digests, digests_name, file_digest
 from holdfast.format.division import Box, flaw, overlap
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
@@ -257,10 +257,15 @@ class ExportFolder:
 
 
 class Blocks(contextlib.AbstractContextManager["Blocks"]):
-    """Turns parts of any length into the whole blocks that `FileWriter.write` takes; an error aborts the file."""
+    """Turns parts of any length into the whole blocks that `FileWriter.write` takes; an error aborts the file.
 
-    def __init__(self, writer: FileWriter) -> None:
-        self._writer = writer
+    Args:
+        writer: of the file, which is closed at the end.
+        see: called with each block, of whole MiB but for the last.
+    """
+
+    def __init__(self, writer: FileWriter, see: Callable[[memoryview], object] = lambda block: None) -> None:
+        self._writer, self._see = writer, see
         self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # aligned, so that a disk may take it directly
         self._used = 0
 
@@ -270,26 +275,27 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         while done < len(view):
             if not self._used and len(view) - done >= _BUFFER:
                 whole = (len(view) - done) // _BUFFER * _BUFFER
-                self._writer.write(view[done : done + whole])
+                self._write(view[done : done + whole])
                 done += whole
                 continue
             take = min(_BUFFER - self._used, len(view) - done)
             self._buffer[self._used : self._used + take] = view[done : done + take]
             self._used, done = self._used + take, done + take
             if self._used == _BUFFER:
-                self._flush()
+                self._write(self._buffer)
+                self._used = 0
 
-    def _flush(self) -> None:
-        if self._used:
-            self._writer.write(self._buffer[: self._used])
-            self._used = 0
+    def _write(self, block: memoryview) -> None:
+        self._see(block)
+        self._writer.write(block)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._writer.abort()
             return
         try:
-            self._flush()
+            if self._used:
+                self._write(self._buffer[: self._used])
         except BaseException:
             self._writer.abort()
             raise
@@ -339,7 +345,7 @@ class DirectPartWriter:
         self._progress = progress
         self._storage, self._directory, self._save_id, self._rank = storage, directory, save_id, rank
         self._entries: list[FileEntry] = []
-        self._digests = DigestFile(rank, save_id)
+        self._digests_path, self._tables = digests_name(rank, save_id), bytearray()
 
     def write(self, rows: list[Row], aliases: Mapping[str, str]) -> PartSummary:
         """Write all tensors, their index and digests; durable on return.
@@ -366,8 +372,8 @@ class DirectPartWriter:
         tied = {name: original for name, original in aliases.items() if original in tensors}
         index = Index(writer=self._rank, files=tuple(files), tensors=tensors, aliases=tied)
         self.put(f"index-{self._rank:05d}-{self._save_id}.json", index.to_bytes(), "index")
-        if tables := self._digests.content:
-            self.put(self._digests.path, tables, "digests")
+        if self._tables:
+            self.put(self._digests_path, bytes(self._tables), "digests")
         return PartSummary(writer=self._rank, files=tuple(self._entries))
 
     def state(self, tree: bytes) -> FileEntry:
@@ -378,7 +384,7 @@ class DirectPartWriter:
         """Write a small file."""
         with Blocks(self._storage.create(join(self._directory, name), len(data))) as sink:
             sink(memoryview(data))
-        entry = FileEntry(path=name, size=len(data), digest=bytes_digest(data), role=role, writer=self._rank)
+        entry = FileEntry.of_small(name, data, role=role, writer=self._rank)
         self._entries.append(entry)
         return entry
 
@@ -414,14 +420,13 @@ class DirectPartWriter:
     def _tensors(self, template: str, rows: list[Row], tensors: dict[str, TensorEntry]) -> None:
         file = lay_out(rows_of((row.name.partition("/")[2] or row.name, row.blob) for row in rows))
         path = template.replace("{save_id}", self._save_id)
-        hasher = ChunkHasher()
-        with Blocks(self._storage.create(join(self._directory, path), file.size)) as sink:
-            hasher.update(file.header)
+        table = bytearray()
+        writer = self._storage.create(join(self._directory, path), file.size)
+        with Blocks(writer, lambda block: table.extend(chunk_digests(block))) as sink:
             sink(memoryview(file.header))
             for number in file.order:
                 row = rows[number]
                 for view in row.blob.parts():
-                    hasher.update(view)
                     sink(view)
                     if self._progress is not None:
                         self._progress(len(view))
@@ -429,8 +434,8 @@ class DirectPartWriter:
                 piece = Piece(template, file.offsets[number], row.blob.nbytes, start, shape)
                 before = tensors[row.name].pieces if row.name in tensors else ()
                 tensors[row.name] = TensorEntry(row.name, row.blob.dtype, row.shape, (*before, piece))
-        table = hasher.table
-        place, digest = self._digests.add(table), file_digest(table)
+        place, digest = (self._digests_path, len(self._tables)), file_digest(bytes(table))
+        self._tables += table
         self._entries.append(
             FileEntry(path=path, size=file.size, digest=digest, role="tensors", writer=self._rank, chunks=place)
         )
@@ -471,15 +476,31 @@ def write_alone(
     try:
         part = writer.write(rows, aliases)
         state = writer.state(dumps(tree))
-        fields = manifest_fields(
-            checkpoint_id=uuid.uuid4().hex,
-            step=step,
-            epoch=epoch,
-            metrics={},
-        )
-        summary = PartSummary(writer=0, files=(*part.files, state))
-        allowed = replaced if overwrite or replaced.etag == "" else None
-        commit(target.storage, target.directory, {**fields, "extra": dict(extra or {})}, [summary], overwrite=allowed)
+        part = PartSummary(writer=0, files=(*part.files, state))
+        commit_alone(target, [part], replaced, overwrite=overwrite, step=step, epoch=epoch, extra=extra)
     except BaseException:
         writer.discard()
         raise
+
+
+def commit_alone(
+    target: Checkpoint,
+    parts: Sequence[PartSummary],
+    before: Replaced,
+    *,
+    overwrite: bool,
+    step: int | None,
+    epoch: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    world_size: int = 1,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Commit what all ranks have written of a checkpoint that belongs to no run, as `write_alone` does.
+
+    ``before`` is what was there before the first of these files.
+    """
+    fields = manifest_fields(
+        checkpoint_id=uuid.uuid4().hex, step=step, epoch=epoch, metrics=metrics or {}, world_size=world_size
+    )
+    replaced = before if overwrite or before.etag == "" else None
+    commit(target.storage, target.directory, {**fields, "extra": dict(extra or {})}, parts, overwrite=replaced)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import os
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
-from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
+from holdfast.checkpointer.pending_saves import new_start_id
 from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.codec import dumps
-from holdfast.format.commit import PartSummary, Replaced, commit, look_before
+from holdfast.format.commit import PartSummary, Replaced, look_before
 from holdfast.format.division import Box
 from holdfast.format.index import Piece
 from holdfast.run.names import check_free
@@ -51,7 +51,7 @@ from holdfast.state.load.targets import ReadRequest, box_of, spans
 from holdfast.state.save.torch_file import from_plain, tensor_bytes
 from holdfast.state.tree.arrays import check_tensor, dtype_name, dtype_of, is_spread, local_tensor
 
-from .blobs import Blob, DirectPartWriter, Row
+from .blobs import Blob, DirectPartWriter, Row, commit_alone
 from .export import flatten_for_dcp
 from .gathered import nested, node_of, tensor_name, tensor_names
 from .source import OpenedCheckpoint, paths_of_one_name
@@ -219,23 +219,12 @@ class HoldfastWriter(_Place, StorageWriter):
         own = next((part for part in parts if part.writer == self._rank), PartSummary(writer=self._rank))
         parts = [part for part in parts if part is not own]
         parts.append(PartSummary(writer=self._rank, files=(*own.files, state)))
-        fields = manifest_fields(
-            run_id=None,
-            checkpoint_id=uuid.uuid4().hex,
-            parent=None,
-            attempt=1,
-            step=self.step,
-            epoch=None,
-            metrics=self.metrics,
-        )
+        parts.sort(key=attrgetter("writer"))
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        commit(
-            target.storage,
-            target.directory,
-            {**fields, "world_size": world_size},
-            sorted(parts, key=lambda part: part.writer),
-            overwrite=self._replaced if self.overwrite or self._replaced.etag == "" else None,
-        )
+        commit_alone(
+            target, parts, self._replaced, overwrite=self.overwrite, step=self.step, metrics=self.metrics,
+            world_size=world_size,
+        )  # fmt: skip
 
     def _target(self) -> Checkpoint:
         if self.path is None:

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from holdfast.config import VERIFY_VARIABLE
 from holdfast.errors import ConfigError
@@ -31,6 +31,9 @@ from holdfast.run.process import is_zombie
 from holdfast.run.python_command import PythonCommand, meant
 
 from .trace import LifePlan, Row
+
+if TYPE_CHECKING:
+    from .workplace import OutputWatch
 
 _OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
@@ -197,7 +200,7 @@ def run_life(
     *,
     timeout_s: float,
     failure_counts: bool = True,
-    watch: Watch | None = None,
+    watch: OutputWatch | None = None,
 ) -> Life:
     """Run one life: to its end, or until every rank has come to the planned moment; then all are killed.
 
@@ -249,29 +252,7 @@ def run_life(
     )
 
 
-class Watch(Protocol):
-    """Something to read while a life runs.
-
-    Attributes:
-        due: when, by the monotonic clock, everything that the life has started is killed; None: not yet.
-    """
-
-    due: float | None
-
-    def fileno(self) -> int:
-        """Return what to wait for."""
-        ...
-
-    def read(self) -> None:
-        """Read what is there."""
-        ...
-
-    def stopped(self) -> None:
-        """Look at what is left, just before the kill that was due: all processes stand still."""
-        ...
-
-
-def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float, notes: Watch | None) -> str:
+def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float, notes: OutputWatch | None) -> str:
     """Wait until the process has "ended", all ranks are at the "moment", the kill is "due", or it is too "late"."""
     watch = os.pidfd_open(pid)
     sources = [watch, pipe] if notes is None else [watch, pipe, notes.fileno()]
@@ -315,7 +296,7 @@ def _terminate(pid: int, go: Path) -> None:
         go.unlink()
 
 
-def _kill_at_once(pid: int, watch: Watch) -> None:
+def _kill_at_once(pid: int, watch: OutputWatch) -> None:
     """Kill a process and all that descends from it, in whichever session: none gets on with its work in between."""
     tree = [pid]
     for one in tree:  # a stopped process starts no other

@@ -20,14 +20,17 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
 
-from .lives import Command, Forked, Life, LifeFailedError, Process, Watch, run_life
+from .lives import Command, Forked, Life, LifeFailedError, Process, run_life
 from .trace import Difference, LifePlan, Moment, Row, Unsteady, first_difference, likely_causes, unsteady
+
+if TYPE_CHECKING:
+    from .workplace import OutputWatch
 
 _SHOWN = 10
 Say = Callable[[str], None]
@@ -241,11 +244,10 @@ def examine(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     keep_in: str | os.PathLike[str] | None = None,
-    say: Say = lambda line: None,
 ) -> Examined:
     """Run a script uninterrupted and killed, and compare.
 
-    Takes what `verify_resume_script` takes; ``say`` gets a line for each event. The run of each `Checkpointer` is
+    Takes what `verify_resume_script` takes. The run of each `Checkpointer` is
     redirected into a temporary directory, where it is saved at the chosen moments alone: after a report, in the middle
     of an epoch, at the end of an epoch, then anywhere. One or two steps later all processes of the script are killed,
     and it is started again. An uninterrupted run is compared with that, step by step. If they differ, the script runs a
@@ -265,7 +267,7 @@ def examine(
         runner = Command(command, env=env, cwd=cwd)
     end = None if steps is None else Moment(step=steps)
     with Home(keep_in) as home:
-        twins = Twins(home, lambda run: runner, timeout_s=timeout_s, every=every, redirect=True, end=end, say=say)
+        twins = Twins(home, lambda run: runner, timeout_s=timeout_s, every=every, redirect=True, end=end)
         return twins.examine(choose_by_rows(kills, seed))
 
 
@@ -389,7 +391,7 @@ class Twins:
         *,
         observe: bool = False,
         observe_to: int | None = None,
-        watch: Watch | None = None,
+        watch: OutputWatch | None = None,
     ) -> Life:
         """Run a life; where it is observed, it is so until the Witness of a Checkpointer takes over."""
         run, trace = self.home / name, self.home / f"{name}.trace"

@@ -192,7 +192,7 @@ class OutputWatch:
     and the kernel puts all that happens into one queue, in its order.
 
     Attributes:
-        due: see `lives.Watch`.
+        due: when, by the monotonic clock, everything that the life has started is killed; None: not yet.
         changes: for each change, how many steps rank 0 had begun.
         written: each file that was finished: its path, with # for the numbers in it, how many steps had been begun, and
             its bytes.

@@ -70,8 +70,7 @@ class WriterClient:
 
     def attach(self, arena: Arena) -> None:
         """Hand an arena over before the first job needs it, so that the writer maps its pages meanwhile."""
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             self._talk.tell_arena(arena)
 
     def submit(
@@ -89,7 +88,7 @@ class WriterClient:
             storage: root that ``job.directory`` is relative to.
             job: what to write. Unless it is windowed, it is sealed by this call: from now on it is committed even
                 if the trainer dies.
-            blobs: bytes of ``job.blobs``, in order (windowed jobs may give them to `seal`).
+            blobs: bytes of ``job.blobs``, in order.
             arena: memory that holds the files.
             filled: bytes of the arena that are complete, None for all. `fill` reports the rest, and the job is sealed
                 when all bytes are complete.
@@ -101,8 +100,7 @@ class WriterClient:
         header = {"do": "save", "job": job, "arena": None if arena is None else arena.number}
         if filled is not None:
             header["filled"] = filled
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             header["storage"] = self._talk.tell_storage(storage)
             if arena is not None:
                 self._talk.tell_arena(arena)
@@ -125,8 +123,7 @@ class WriterClient:
             blobs: as for `submit`.
             arena: must not change before `release`.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             header = {"do": "hold", "job": job, "storage": self._talk.tell_storage(storage)}
             self._talk.tell_arena(arena)
             self._talk.send({**header, "arena": arena.number}, blobs)
@@ -138,8 +135,7 @@ class WriterClient:
             Whether the arena may change from now on. If not, after ``timeout_s``, the message would still be lost with
             this process, and the writer would commit what it holds there.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             self._talk.send({"do": "release", "arena": arena.number})
         return self._talk.flush(timeout_s)
 
@@ -191,16 +187,14 @@ class WriterClient:
             HoldfastError: as `submit`. From the future: it was tried as often as the job says; nothing counts as
                 uploaded.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             keys = {"storage": self._talk.tell_storage(source), "target": self._talk.tell_storage(target)}
             return self._talk.call({"do": "upload", **keys, "job": job, "num_workers": num_workers})
 
     def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> PendingCall:
         if not job.manifest.get("checkpoint_id"):
             raise ConfigError(f"{job.directory}: a job needs a checkpoint_id, by which a repeated one is known again")
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job}
             return self._talk.call(header, decode=SaveResult.from_json)
 
@@ -228,29 +222,22 @@ class WriterClient:
 
     def fill(self, save: PendingCall, filled: int) -> None:
         """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             if not save.done():
                 # Kept with the call: if the writer dies, the job is sent again with what is there by then.
                 save.header["filled"] = filled
                 self._talk.send({"do": "fill", "job_no": save.number, "filled": filled})
 
-    def seal(self, save: PendingCall, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
+    def seal(self, save: PendingCall) -> None:
         """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
-
-        Args:
-            save: what `submit` has returned.
-            blobs: bytes of ``job.blobs``, unless `submit` got them.
-            manifest: fields that replace those given before.
 
         Raises:
             WindowsLostError: as `window`.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             save.check_windows()
             save.sealed = True
-            self._talk.send({"do": "seal", "job_no": save.number, "manifest": manifest}, tuple(blobs))
+            self._talk.send({"do": "seal", "job_no": save.number})
 
     def abandon(self, save: PendingCall, error: HoldfastError | None = None) -> None:
         """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
@@ -263,10 +250,10 @@ class WriterClient:
         with self._talk.lock:
             if self._talk.closed:
                 return  # the writer drops what is not sealed; an error of ours would hide the one that led here
-            self._talk.check()
-            # A writer that is started again must not wait for the rest of it.
-            save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
-            self._talk.send(header)
+            with self._talk.turn():
+                # A writer that is started again must not wait for the rest of it.
+                save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
+                self._talk.send(header)
 
     def join(
         self,
@@ -297,8 +284,7 @@ class WriterClient:
         fds = () if listener is None else (listener,)
         header = {"do": "join", "rank": rank, "world_size": world_size, "addresses": list(addresses), "token": token}
         header |= {"timeout_s": timeout_s, "board": board.number, "pid": os.getpid()}
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             self._talk.team, self._in_team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds), True
             self._talk.tell_team()
 
@@ -311,8 +297,7 @@ class WriterClient:
             mirror: how far the remote may be behind.
             start_id: of this life.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             assert self._talk.team is not None
             header, board, fds = self._talk.team
             keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
@@ -326,8 +311,7 @@ class WriterClient:
         "want" (kind: "save", "stop" or "rollback", at a step to be agreed), "acted" (step: this rank acts at the agreed
         step), "part_failed" (save, error: this rank has no part of that save).
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             header = {"do": "joint", "what": what, "args": args}
             self._talk.remember(header)
             self._talk.send(header)
@@ -367,8 +351,7 @@ class WriterClient:
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
             header |= {"wait_s": wait_s, "links": links}
@@ -401,8 +384,7 @@ class WriterClient:
             RunBusyError: (from the future) a live trainer holds it.
         """
         owner = {"start_id": start_id, "trainer_pid": os.getpid()}
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             header = self._name("take", storage, of)
             self._names.add(name := (header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
@@ -421,14 +403,12 @@ class WriterClient:
             RunBusyError: (from the future) another process has taken it.
             StorageError: (from the future) the storage does not answer, so this is not known.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             return self._talk.call(self._name("verify", storage, of))
 
     def give_back_name(self, storage: Storage, of: str) -> Future[None]:
         """Give the lease of a name back, after the saves submitted before."""
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             header = self._name("give_back", storage, of)
             self._names.discard((header["storage"], of))
             future = self._talk.call(header)
@@ -472,8 +452,7 @@ class WriterClient:
 
         The future gives {"free_bytes": int | None, "seconds": float} or the error a save would meet.
         """
-        with self._talk.lock:
-            self._talk.check()
+        with self._talk.turn():
             return self.run_op("probe", storage=self._talk.tell_storage(storage), directory=directory)
 
     def close(self, timeout_s: float | None = None, *, why: str = "closed") -> None:

@@ -21,7 +21,7 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +114,7 @@ class PendingCall(Future[Any]):
 class Conversation:
     """The calls to a writer and its answers; starts it again once after its death and repeats unanswered calls.
 
-    Callers hold `lock` across `check` and the messages that belong together.
+    Callers take a `turn` for messages that belong together.
     """
 
     def __init__(self, *, thread: bool) -> None:
@@ -159,28 +159,32 @@ class Conversation:
         """True when the writer is a thread of this process."""
         return self._shared is not None
 
-    def check(self) -> None:
-        """Refuse to go on after the end.
+    # ---- sending
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the lock for messages that belong together.
 
         Raises:
             HoldfastError: the writer is gone for good.
             SessionError: closed, or called in a forked child.
         """
-        if self._owner != os.getpid():
-            raise SessionError("this process was forked from the trainer: only the trainer itself talks to its writer")
-        if self._failure is not None:
-            raise HoldfastError(self._failure)
-        if self._closing:
-            raise SessionError("the writer is closed; start another one")
-        if self._ended:
-            raise HoldfastError("the writer has ended by itself: nobody would answer; see the log for why")
-
-    # ---- sending
+        with self.lock:
+            if self._owner != os.getpid():
+                raise SessionError(
+                    "this process was forked from the trainer: only the trainer itself talks to its writer"
+                )
+            if self._failure is not None:
+                raise HoldfastError(self._failure)
+            if self._closing:
+                raise SessionError("the writer is closed; start another one")
+            if self._ended:
+                raise HoldfastError("the writer has ended by itself: nobody would answer; see the log for why")
+            yield
 
     def call(self, header: dict[str, Any], **kept: Any) -> PendingCall:
-        """Send a message that is answered, after a `check`; ``kept`` are the other arguments of a `PendingCall`."""
-        with self.lock:
-            self.check()
+        """Send a message that is answered, in a `turn`; ``kept`` are the other arguments of a `PendingCall`."""
+        with self.turn():
             call = PendingCall(next(self._numbers), header, **kept)
             self._calls[call.number] = call
             self.send({**header, "call": call.number}, call.attachments)
@@ -227,25 +231,30 @@ class Conversation:
         key = self._keys.get(name)
         if key is None:
             key = self._keys[name] = len(self._keys) + 1
+            told: dict[str, Any] = {}
             if self._shared is not None:
                 self._shared.share_storage(key, storage)
                 _say_thread(storage)
-            self._descriptions[key] = {} if self._shared is not None else json.loads(name)
-            if self._shared is None and (imports := import_paths(self._descriptions[key]["description"])):
-                self._descriptions[key]["imports"] = imports
-            self.send({"do": "storage", "key": key, **self._descriptions[key]})
+            else:
+                told = json.loads(name)
+                if imports := import_paths(told["description"]):
+                    told["imports"] = imports
+            self._descriptions[key] = told
+            self.send({"do": "storage", "key": key, **told})
         return key
 
     def tell_arena(self, arena: Arena) -> None:
         """Hand an arena over, the first time."""
         if arena.number in self._arenas:
             return
-        if self._shared is None and arena.fd is None:
-            raise ConfigError("this arena cannot be shared with a writer process: it has no memfd or is closed")
-        self._arenas.add(arena.number)
+        fds: tuple[int, ...] = ()
         if self._shared is not None:
             self._shared.share(arena)
-        fds = () if self._shared is not None or arena.fd is None else (arena.fd,)
+        elif arena.fd is None:
+            raise ConfigError("this arena cannot be shared with a writer process: it has no memfd or is closed")
+        else:
+            fds = (arena.fd,)
+        self._arenas.add(arena.number)
         self.send({"do": "arena", "number": arena.number, "size": arena.size}, fds=fds)
         reference = weakref.ref(self)
         arena.on_close(lambda closed: _drop_arena(reference, closed.number))

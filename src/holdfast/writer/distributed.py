@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, StorageError
@@ -20,7 +20,6 @@ from holdfast.storage.base import Storage
 
 from .arena import WHO_LEFT, StepMailbox
 from .messages import MirrorLimits, PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
-from .open_run import Run
 from .ranks.agreement import named_error
 from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
@@ -28,6 +27,7 @@ from .ranks.server import ControlServer
 from .save import commit_parts, is_committed, say_stored_for_all
 
 if TYPE_CHECKING:
+    from .server import WriterLoop
     from .uploads.staged_run import StagedParts
 
 _LOG = get_logger("writer.control")
@@ -38,43 +38,12 @@ _LAST_S = 5.0
 _NOBODY = -1  # instead of a call: the trainer is gone
 
 
-class DeferredAnswers(Protocol):
-    """What `Joint` needs of the writer's loop (`holdfast.writer.server.WriterLoop`)."""
-
-    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
-        """Answer a call."""
-
-    def say_failed(self, call: int | None, error: BaseException) -> None:
-        """Answer a call with an error."""
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Call ``work`` on the working thread, behind what is queued."""
-
-    def run_of(self, job: SaveJob) -> Run | None:
-        """Return the open run if the job belongs to it."""
-
-    def hold(self, fd: int) -> bool:
-        """Have the trainer keep a descriptor open too, in place of the one before, until its writer has ended for good.
-
-        Returns:
-            Whether the file is certain to stay open as long as somebody may start this writer again.
-        """
-
-    @property
-    def run(self) -> Run | None:
-        """The open run."""
-
-    def storage_of(self, key: int) -> Storage:
-        """Return a storage that the trainer has described, by its number."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _PendingSave:
     """A save whose outcome is not known yet.
 
     Attributes:
         call: number of the trainer's call, which is answered with the outcome.
-        manifest: fields of the manifest, once our part is stored.
         result: our part, once it is stored.
         ended: our part is stored or has failed.
         committed: bytes of the manifest; on rank 0, after the commit.
@@ -86,7 +55,6 @@ class _PendingSave:
     job: SaveJob
     storage: Storage
     again: bool
-    manifest: dict[str, Any] = field(default_factory=dict)
     result: SaveResult | None = None
     ended: bool = False
     committed: bytes = b""
@@ -98,14 +66,14 @@ class Joint:
     """The saves of a writer that is one of several; `ControlServer` and `ControlMember` carry the messages.
 
     Args:
-        answers: the writer's loop.
+        loop: of this writer.
 
     Attributes:
         rank: of our trainer.
     """
 
-    def __init__(self, answers: DeferredAnswers) -> None:
-        self._answers = answers
+    def __init__(self, loop: WriterLoop) -> None:
+        self._loop = loop
         self._server: ControlServer | None = None
         self._member: ControlMember | None = None
         self.rank, self._world_size, self._timeout_s, self._trainer = 0, 1, 0.0, 0
@@ -153,7 +121,7 @@ class Joint:
                 hear=self._hear,
                 again=self._again,
                 stopped=lambda: is_stopped(self._trainer),
-                hold=self._answers.hold,
+                hold=self._loop.hold,
                 **times,
             )
 
@@ -161,10 +129,10 @@ class Joint:
         """Stage our parts on the local disk from now on; they go to the remote later. May be repeated."""
         from .uploads.staged_run import StagedParts  # not above: few writers need it, and each start waits
 
-        here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
+        here, far = self._loop.storage_of(local), self._loop.storage_of(remote)
         if self._staged is None:
             self._staged = StagedParts(here, far, self.rank, start_id, self._say)
-        self._answers.later(lambda: self._lead(here, far, limits, call))
+        self._loop.later(lambda: self._lead(here, far, limits, call))
 
     def begun(self, call: int, job: SaveJob, storage: Storage, *, again: bool) -> None:
         """Take a job. From now on the other ranks learn how it ends."""
@@ -196,7 +164,7 @@ class Joint:
     def ask(self, call: int, about: str) -> None:
         """Put a question to rank 0's writer, which decides once for all ranks; see `ControlServer`."""
         if about == WHO_LEFT:
-            self._answers.say_failed(call, HoldfastError(self._lost or self._broken or "no rank has left"))
+            self._loop.say_failed(call, HoldfastError(self._lost or self._broken or "no rank has left"))
             return
         with self._changed:
             self._asked.setdefault(about, []).append(call)
@@ -211,11 +179,11 @@ class Joint:
             if self._waiting:
                 self._after.append(work)
                 return
-        self._answers.later(work)
+        self._loop.later(work)
 
     # -- from the working thread
 
-    def stored(self, job: SaveJob, result: SaveResult, manifest: dict[str, Any]) -> None:
+    def stored(self, job: SaveJob, result: SaveResult) -> None:
         """Report that our part is durable."""
         report: Message = {"do": "stored", "save": job.save_id}
         if self._staged is not None:
@@ -227,7 +195,7 @@ class Joint:
         with self._changed:
             pending = self._waiting[job.save_id]
             pending.report = report
-            pending.result, pending.manifest, pending.ended = result, manifest, True
+            pending.result, pending.ended = result, True
             known = pending.outcome is not None
         if known:
             self._settle(pending)
@@ -289,7 +257,7 @@ class Joint:
             # The server bounds each save; this bound is for a server that hangs.
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
         if self._staged is not None:
-            if (run := self._answers.run) is not None:
+            if (run := self._loop.run) is not None:
                 run.end_uploads()
             if self._server is not None:  # only rank 0's own writer asks for uploads
                 until = min(until, time.monotonic() + _LAST_S)
@@ -307,7 +275,7 @@ class Joint:
             with self._changed:
                 calls = self._asked.pop(message["about"], [])
             for call in calls:
-                self._answers.say_done(call, message["go"])
+                self._loop.say_done(call, message["go"])
             return
         if message["do"] == "broken":
             self._broken = message["why"]
@@ -341,7 +309,7 @@ class Joint:
                     if pending.ended:
                         ready.append(pending)
         for pending in ready:
-            self._answers.later(lambda pending=pending: self._settle(pending))  # type: ignore[misc]
+            self._loop.later(lambda pending=pending: self._settle(pending))  # type: ignore[misc]
         if self._lost is not None:
             self._fail_asked(self._lost)
 
@@ -369,7 +337,7 @@ class Joint:
             asked, self._asked = self._asked, {}
         for calls in asked.values():
             for call in calls:
-                self._answers.say_failed(call, HoldfastError(why))
+                self._loop.say_failed(call, HoldfastError(why))
 
     def _say(self, message: Message) -> None:
         with self._changed:
@@ -389,21 +357,21 @@ class Joint:
                 if self._staged is not None:
                     self._staged.let_go(pending.job.save_id)
             error = error_from_json(outcome["error"])
-            if pending.job.run and (run := self._answers.run) is not None:
+            if pending.job.run and (run := self._loop.run) is not None:
                 run.note_lost(pending.job.directory, pending.job.manifest, error)
-            self._answers.say_failed(pending.call, error)
+            self._loop.say_failed(pending.call, error)
         else:
             assert pending.result is not None
             value = outcome["value"] or {}
             deleted = tuple((name, why) for name, why in value.get("deleted", ()))
             result = replace(pending.result, deleted=deleted, warnings=tuple(value.get("warnings", ())))
-            self._answers.say_done(pending.call, result, (pending.committed,))
+            self._loop.say_done(pending.call, result, (pending.committed,))
         with self._changed:
             self._waiting.pop(pending.job.save_id, None)
             if not self._waiting:
                 after, self._after = self._after, []
                 for work in after:
-                    self._answers.later(work)
+                    self._loop.later(work)
             self._changed.notify_all()
 
     def _discard(self, pending: _PendingSave) -> None:
@@ -415,7 +383,7 @@ class Joint:
             remove_part(pending.storage, job.directory, job.save_id, job.writer)
 
     def _commit_later(self, save: str) -> None:
-        self._answers.later(lambda: self._commit(save))
+        self._loop.later(lambda: self._commit(save))
 
     def _commit(self, save: str) -> None:
         """Commit what all ranks have stored, record it in the run, send the outcome to all ranks."""
@@ -434,13 +402,13 @@ class Joint:
                 directory=pending.job.directory,
                 save_id=save,
                 writers=tuple(range(self._world_size)),
-                manifest=pending.manifest,
+                manifest=pending.job.manifest,
                 wait_s=_VISIBLE_S,
                 run=pending.job.run,
                 overwrite=pending.job.overwrite,
                 stored=True,
             )
-            result = commit_parts(pending.storage, job, self._answers.run_of(pending.job), again=pending.again)
+            result = commit_parts(pending.storage, job, self._loop.run_of(pending.job), again=pending.again)
         except Exception as error:  # noqa: BLE001 - a thread edge: all ranks get the error
             described = error_to_json(error)
             if isinstance(error, StorageError) or not isinstance(error, HoldfastError):
@@ -451,12 +419,12 @@ class Joint:
         else:
             pending.committed = result.manifest
             if pending.job.may_be_resumed:
-                self._newest = max(self._newest, pending.manifest.get("step") or -1)
+                self._newest = max(self._newest, pending.job.manifest.get("step") or -1)
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
     def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:
         """Rank 0: decide what goes to the remote and when. On the working thread, where the run is open by now."""
-        run = self._answers.run
+        run = self._loop.run
         try:
             if self._server is not None and run is not None and run.uploads is None:
                 from .uploads.staged_run import StagedRun  # as above
@@ -464,19 +432,19 @@ class Joint:
                 run.stage(partial(StagedRun, run, self._server, remote, local, MirrorLimits(**limits)))
         except Exception as error:  # noqa: BLE001 - a thread edge: the trainer's call, or the next save, fails
             _LOG.warning("saves cannot be staged: %s", error)
-            self._answers.say_failed(call, error)
+            self._loop.say_failed(call, error)
         else:
             if call is not None:
-                self._answers.say_done(call, None)
+                self._loop.say_done(call, None)
 
     def _stage(self, pending: _PendingSave, server: ControlServer) -> None:
         """Queue a save that all ranks have staged for its upload to the remote."""
-        run = self._answers.run_of(pending.job)
+        run = self._loop.run_of(pending.job)
         if run is None:
             raise HoldfastError("a staged save needs an open run")
         parts = [PartSummary.from_json(part) for part in server.parts(pending.job.save_id)]
         say_stored_for_all(parts)
-        fields = {**pending.manifest, "writers": tuple(range(self._world_size))}
+        fields = {**pending.job.manifest, "writers": tuple(range(self._world_size))}
         run.stage_save(pending.job.directory, pending.job.save_id, assemble(pending.job.directory, fields, parts))
 
 

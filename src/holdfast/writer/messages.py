@@ -147,7 +147,7 @@ class SaveJob(WireValue):
         save_id: "<start id>-<counter hex>", part of every file name so that two lives never share a file.
         writer: number of the writing rank.
         files: big files, in the order of their numbers (`window` names a file by its position here).
-        blobs: small files; their bytes are given to `WriterClient.submit` (or `seal`) in the same order.
+        blobs: small files; their bytes are given to `WriterClient.submit` in the same order.
         manifest: fields of the manifest (run_id, checkpoint_id, parent, attempt, step, epoch, metrics, ...).
         overwrite: replace a committed checkpoint of this name.
         reuse: files equal to those of the previous checkpoint may be linked instead of written.

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
@@ -42,8 +42,9 @@ if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .messages import MirrorLimits
     from .uploads.mirror import Mirroring, RemoteRun, RemoteSide
     from .uploads.queue import UploadQueue
+    from .uploads.staged_run import StagedRun
 
-__all__ = ["Run", "StagedSaves"]
+__all__ = ["Run"]
 
 _LOG = get_logger("writer")
 _END_S = 5.0  # for deletions that are behind at the end; the next life goes on with them
@@ -51,24 +52,6 @@ _END_S = 5.0  # for deletions that are behind at the end; the next life goes on 
 
 def _at_once(call: Callable[[], object]) -> object:
     return call()
-
-
-class StagedSaves(Protocol):
-    """What a run needs from saves that are staged on the disks of several machines (`uploads.staged_run`)."""
-
-    queue: UploadQueue
-
-    def add(self, name: str, save: str, manifest: Manifest) -> None:
-        """Take a save that all ranks have staged."""
-
-    def bring(self, name: str, save: str | None, parts: Sequence[Sequence[int]] = ()) -> None:
-        """Bring what an earlier life has left."""
-
-    def keeps(self, name: str, say: Callable[[], object]) -> bool:
-        """Call ``say`` once a staged save is at the remote; false if there is no staged save of this name."""
-
-    def end(self) -> None:
-        """Bring what can be brought within a bound; idempotent."""
 
 
 class Run:
@@ -79,7 +62,7 @@ class Run:
     def __init__(self, lease: Lease, keep: Keep | None) -> None:
         self._heartbeat, self._keep = Heartbeat(lease), keep
         self._mirror: Mirroring | None = None
-        self._staged: StagedSaves | None = None
+        self._staged: StagedRun | None = None
         # Of the catalog, which the thread that uploads staged saves works with as well.
         self._lock = threading.RLock()
         self._start_id = ""
@@ -220,7 +203,7 @@ class Run:
 
     # ---- staged saves, whose parts lie on the disks of several machines
 
-    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedSaves]) -> None:
+    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedRun]) -> None:
         """From now on saves are staged first; ``make`` is given the lease, the checkpoints and our start id."""
         self._staged = make(self._heartbeat, self._catalog, self._start_id)
 

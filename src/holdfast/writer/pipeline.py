@@ -27,7 +27,7 @@ from holdfast.errors import (
     StorageUnavailableError,
 )
 from holdfast.format.commit import PartSummary
-from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, chunk_digests, file_digest, table_at
+from holdfast.format.digest import CHUNK, chunk_digests, digests_name, file_digest, table_at
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join, save_id_of
@@ -40,7 +40,7 @@ from .messages import BlobPlan, FilePlan, SaveJob, error_from_json
 
 __all__ = [
     "MAX_REUSES", "VIEW_BYTES", "Arriving", "Known", "PartWriter", "Previous", "Watermark", "Window", "WindowSource",
-    "join", "read_previous", "unchanged_runs", "watermark", "write_views",
+    "read_previous", "unchanged_runs", "write_views",
 ]  # fmt: skip
 
 # Every tenth save writes again, so that a checkpoint and its fallback do not share all their rot.
@@ -211,8 +211,6 @@ class WindowSource:
         self._open: set[int] = set()
         self._ended = False
         self.sealed = False
-        self.blobs: tuple[bytes, ...] = ()
-        self.manifest: dict[str, Any] | None = None
 
     def put(self, window: Window) -> None:
         """Add the next window.
@@ -234,9 +232,9 @@ class WindowSource:
         if left:
             self._answer(left, why)
 
-    def seal(self, blobs: tuple[bytes, ...], manifest: dict[str, Any] | None) -> None:
+    def seal(self) -> None:
         """Declare the job complete."""
-        self.sealed, self.blobs, self.manifest = True, blobs, manifest
+        self.sealed = True
         self._queue.put(None)
 
     def abandon(self, why: HoldfastError) -> None:
@@ -245,7 +243,7 @@ class WindowSource:
             self._queue.put(why)
 
     def windows(self) -> Iterator[Window]:
-        """Yield windows until the seal; `blobs` and `manifest` are those of the seal afterwards.
+        """Yield windows until the seal.
 
         Whoever asks for the next window has done with the one before.
 
@@ -298,7 +296,7 @@ class Arriving:
         """Take in that all windows of a save have been sent."""
         source = self._saves.get(message.header["job_no"])
         if isinstance(source, WindowSource):
-            source.seal(message.attachments, message.header["manifest"])
+            source.seal()
 
     def abandon(self, message: Message) -> None:
         """Take in that the trainer gives a save up."""
@@ -318,11 +316,6 @@ class Arriving:
         ended = self._saves.pop(call, None)
         if isinstance(ended, WindowSource):
             ended.end(error or HoldfastError("this save has ended already"))
-
-
-def watermark(job: SaveJob, filled: int) -> Watermark:
-    """Return the mark below which the arena of a job is filled."""
-    return Watermark(filled, max((plan.arena_offset + plan.size for plan in job.files), default=0))
 
 
 def write_views(writer: FileWriter, view: memoryview, start: int, nbytes: int, gate: Watermark | None = None) -> float:
@@ -350,6 +343,7 @@ class PartWriter:
 
     def __init__(self, storage: Storage, job: SaveJob, *, previous: Previous, side: SerialExecutor) -> None:
         self._storage, self._job, self._previous, self._side = storage, job, previous, side
+        self._digests_path = digests_name(job.writer, job.save_id)
         self.seconds = {"digest": 0.0, "write": 0.0}
         self.contents = previous
         self.unchanged: tuple[tuple[int, int, int], ...] = ()
@@ -379,8 +373,7 @@ class PartWriter:
                 if number not in candidates:
                     self._write_file(view, plan)
             tables = [digests[number].result() for number in range(len(files))]
-            entries = small.result()
-            places = self._write_digests(tables, entries)
+            entries = [*small.result(), *self._write_digests(tables)]
             reused: dict[int, Known] = {}
             if candidates:
                 reuses = [partial(self._reuse, files[number], tables[number]) for number in candidates]
@@ -389,7 +382,7 @@ class PartWriter:
                         self._write_file(view, files[number])
                     else:
                         reused[number] = known
-            return self._finish(tables, places, reused, entries)
+            return self._finish(tables, reused, entries)
         finally:
             self._settle([*digests.values(), small])
 
@@ -421,9 +414,9 @@ class PartWriter:
             missing = [plan.path for plan, position in zip(files, positions, strict=True) if position != plan.size]
             if missing:
                 raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
-            entries = self._write_small(self._job.blobs, source.blobs or blobs)
+            entries = self._write_small(self._job.blobs, blobs)
             whole = list(map(bytes, tables))
-            return self._finish(whole, self._write_digests(whole, entries), {}, entries)
+            return self._finish(whole, {}, [*entries, *self._write_digests(whole)])
         finally:
             for writer in writers.values():
                 writer.abort()
@@ -440,7 +433,7 @@ class PartWriter:
         if again:
             job = self._job
             paths = [*(file.path for file in job.files), *(blob.path for blob in job.blobs)]
-            paths.append(DigestFile(job.writer, job.save_id).path)
+            paths.append(self._digests_path)
             created = list(dict.fromkeys([*created, *(path for path in paths if job.save_id in path)]))
         try:
             if plan and not has_plan(self._storage, self._job.directory, self._job.save_id):
@@ -556,39 +549,18 @@ class PartWriter:
                 raise
             if self._side_by_side:
                 self._close_later(writer, len(data))
-            entries.append(
-                FileEntry(
-                    path=plan.path,
-                    size=len(data),
-                    digest=bytes_digest(data),
-                    role=plan.role,
-                    writer=self._job.writer,
-                    reused_from=None,
-                    chunks=None,
-                )
-            )
+            entries.append(FileEntry.of_small(plan.path, data, role=plan.role, writer=self._job.writer))
         return entries
 
-    def _write_digests(self, tables: Sequence[bytes], entries: list[FileEntry]) -> list[tuple[str, int]]:
-        """Write the digest file and add it to ``entries``; return where each chunk table is in it."""
-        file = DigestFile(self._job.writer, self._job.save_id)
-        places = [file.add(table) for table in tables]
-        if content := file.content:
-            entries += self._write_small([BlobPlan(path=file.path, role="digests")], [content])
-        return places
+    def _write_digests(self, tables: Sequence[bytes]) -> list[FileEntry]:
+        content = b"".join(tables)
+        return self._write_small([BlobPlan(path=self._digests_path, role="digests")], [content]) if content else []
 
-    def _finish(
-        self,
-        tables: list[bytes],
-        places: list[tuple[str, int]],
-        reused: Mapping[int, Known],
-        entries: list[FileEntry],
-    ) -> PartSummary:
+    def _finish(self, tables: list[bytes], reused: Mapping[int, Known], entries: list[FileEntry]) -> PartSummary:
         """Wait until everything is durable, and describe it.
 
         Args:
-            tables: chunk digests of each big file.
-            places: of the tables in the digest file.
+            tables: chunk digests of each big file, which follow each other in the digest file.
             reused: by their numbers, the files of the save before that were linked.
             entries: of the small files.
         """
@@ -598,8 +570,9 @@ class PartWriter:
         for future in self._closing:
             future.result()
         files, contents = [], []
+        table_start = 0  # in the digest file
         unchanged: list[tuple[int, int, int]] = []
-        for number, (plan, table, place) in enumerate(zip(job.files, tables, places, strict=True)):
+        for number, (plan, table) in enumerate(zip(job.files, tables, strict=True)):
             link, known = reused.get(number), before.at(number, plan.size)
             files.append(
                 FileEntry(
@@ -609,9 +582,10 @@ class PartWriter:
                     role=plan.role,
                     writer=job.writer,
                     reused_from=None if link is None else before.directory.rpartition("/")[2],
-                    chunks=place,
+                    chunks=(self._digests_path, table_start),
                 )
             )
+            table_start += len(table)
             repeated = known is not None and known.table == table
             if job.want_unchanged and known is not None and not repeated:
                 unchanged += unchanged_runs(number, table, known)

@@ -6,8 +6,8 @@ Of a save of several writers each stores its part (`SaveRunner`), and one of the
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from holdfast.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
     HoldfastError,
-    StorageError,
     StorageFullError,
     StorageNotFoundError,
     StorageUnavailableError,
@@ -55,13 +54,13 @@ from holdfast.format.parts import (
 from holdfast.storage.base import Storage
 from holdfast.storage.together import SerialExecutor, together
 
-from .messages import BlobPlan, FilePlan, PartsJob, SaveJob, SaveResult
+from .messages import BlobPlan, FilePlan, IngestJob, PartsJob, SaveJob, SaveResult
 from .open_run import Run
 from .pipeline import PartWriter, Previous, Watermark, WindowSource, read_previous
 
 __all__ = [
-    "SaveRunner", "Task", "certainly_uncommitted", "commit_parts", "committed_already", "is_committed", "outcome",
-    "probe", "say_stored_for_all", "stored_part",
+    "SaveRunner", "Task", "commit_parts", "committed_already", "committing", "is_committed", "outcome", "probe",
+    "say_stored_for_all", "stored_part",
 ]  # fmt: skip
 
 _LOG = get_logger("writer")
@@ -96,10 +95,11 @@ def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
     return PartSummary(writer=job.writer, files=mine) if mine else None
 
 
-def certainly_uncommitted(
-    storage: Storage, directory: str, fields: Mapping[str, Any], error: BaseException, *, is_sent: bool
-) -> bool:
-    """Tell whether the files of a failed job may be removed.
+@contextmanager
+def committing(
+    storage: Storage, job: SaveJob | IngestJob | PartsJob, run: Run | None, *, undo: Callable[[], object]
+) -> Iterator[Callable[..., tuple[Manifest, bytes]]]:
+    """Store and commit a job in the block, which is undone if it fails, unless the job may be committed all the same.
 
     An error after the manifest became visible (say, in a directory fsync) leaves a valid checkpoint: taking its files
     away would make it a broken one. So does a request without an answer that is carried out later, as a gateway does
@@ -107,17 +107,34 @@ def certainly_uncommitted(
 
     Args:
         storage: where.
-        directory: of the checkpoint.
-        fields: of the manifest; ``checkpoint_id`` tells ours.
-        error: why the job failed.
-        is_sent: the manifest may have been sent.
+        job: what; the ``checkpoint_id`` of its manifest tells ours.
+        run: the open run that the job belongs to, if any.
+        undo: removes what was stored; what it cannot remove is swept at the next start.
+
+    Yields:
+        What commits, as `holdfast.format.commit.commit` does, given fields of the manifest, parts and options; it
+        returns the manifest, and its bytes as they are stored.
     """
-    if is_sent and isinstance(error, StorageUnavailableError):
-        return False
+    is_sent = False
+
+    def commit(fields: Mapping[str, Any], parts: Sequence[PartSummary], **options: Any) -> tuple[Manifest, bytes]:
+        nonlocal is_sent
+        if run is not None:
+            run.before_commit()
+        with paused_gc():
+            manifest = assemble(job.directory, fields, parts)
+        void = None if run is None else partial(run.is_void, job.directory)
+        is_sent = True
+        return manifest, commit_manifest(storage, job.directory, manifest, void=void, **options)
+
     try:
-        return committed_already(storage, directory, fields) is None
-    except StorageError:
-        return False
+        yield commit
+    except BaseException as error:
+        is_in_doubt = is_sent and isinstance(error, StorageUnavailableError)
+        with suppress(HoldfastError):
+            if not is_in_doubt and committed_already(storage, job.directory, job.manifest) is None:
+                undo()
+        raise
 
 
 def outcome(
@@ -162,9 +179,9 @@ class Task:
         storage: where.
         storage_key: number of the storage in this conversation.
         view: memory of the arena.
-        blobs: bytes of the small files (a windowed job may bring them with its seal).
-        source: windows of a windowed job.
-        gate: how much of the arena is filled, for a job that was submitted before all of it was.
+        blobs: bytes of the small files.
+        arriving: the windows of a windowed job; or how much of the arena is filled, for a job that was submitted before
+            all of it was.
         again: the job was sent to an earlier writer process that died: it may be committed already.
     """
 
@@ -173,8 +190,7 @@ class Task:
     storage_key: int
     view: memoryview
     blobs: tuple[bytes, ...] = ()
-    source: WindowSource | None = None
-    gate: Watermark | None = None
+    arriving: WindowSource | Watermark | None = None
     again: bool = False
 
 
@@ -214,7 +230,7 @@ class SaveRunner:
             writer, part, stored_as, seconds = self._attempt(task, run)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
-            if run is None or task.source is not None or not run.make_room():
+            if run is None or job.windowed or not run.make_room():
                 raise
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory
@@ -256,14 +272,12 @@ class SaveRunner:
         if previous is None:
             previous = _of_life_before(task, run)
         writer = PartWriter(task.storage, job, previous=previous, side=self.side)
-        is_sent = False
-        try:
-            fields: dict[str, Any] = job.manifest
-            if task.source is None:
-                part = writer.write_arena(task.view, task.blobs, task.gate)
+        undo = partial(writer.discard, plan=bool(planned), again=task.again)
+        with committing(task.storage, job, run, undo=undo) as commit:
+            if isinstance(task.arriving, WindowSource):
+                part = writer.write_windows(task.view, task.arriving, task.blobs)
             else:
-                part = writer.write_windows(task.view, task.source, task.blobs)
-                fields = {**fields, **(task.source.manifest or {})}
+                part = writer.write_arena(task.view, task.blobs, task.arriving)
             begin = time.perf_counter()
             stored_as = None
             if job.part:
@@ -272,17 +286,7 @@ class SaveRunner:
             else:
                 if planned:
                     check_plan(task.storage, job.directory, job.save_id)
-                if run is not None:
-                    run.before_commit()
-                manifest = assemble(job.directory, fields, [part])
-                void = None if run is None else partial(run.is_void, job.directory)
-                is_sent = True
-                data = commit_manifest(task.storage, job.directory, manifest, overwrite=replaced, void=void)
-                stored_as = manifest, data
-        except BaseException as error:
-            if certainly_uncommitted(task.storage, job.directory, job.manifest, error, is_sent=is_sent):
-                writer.discard(plan=bool(planned), again=task.again)
-            raise
+                stored_as = commit(job.manifest, [part], overwrite=replaced)
         if planned and not job.part:
             drop_plan(task.storage, job.directory, job.save_id)
         return writer, part, stored_as, {**writer.seconds, "commit": time.perf_counter() - begin}
@@ -433,20 +437,14 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
     manifest, data = (committed_already(storage, job.directory, job.manifest) if again else None), None
     seconds = {"wait": 0.0, "commit": 0.0}
     if manifest is None:
-        is_sent = False
-        try:
+        with committing(storage, job, run, undo=partial(_discard, storage, job)) as commit:
             parts = _collect(storage, job)
             seconds["wait"] = time.perf_counter() - start
-            manifest, replaced = _prepare(storage, job, run, parts)
+            _check_parts(storage, job, parts)
+            replaced = _replaced(storage, job, parts) if job.overwrite else None
             say_stored_for_all(parts)
-            void = None if run is None else partial(run.is_void, job.directory)
-            is_sent = True
-            data = commit_manifest(storage, job.directory, manifest, overwrite=replaced, void=void)
+            manifest, data = commit({**job.manifest, "writers": job.writers}, parts, overwrite=replaced)
             seconds["commit"] = time.perf_counter() - start - seconds["wait"]
-        except BaseException as error:
-            if certainly_uncommitted(storage, job.directory, job.manifest, error, is_sent=is_sent):
-                _discard(storage, job)
-            raise
     try:
         passing = [part_name(writer, job.save_id) for writer in job.writers]
         if any(save_id_of(entry.path) is None for entry in manifest.files):
@@ -521,10 +519,8 @@ def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
     )
 
 
-def _prepare(
-    storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]
-) -> tuple[Manifest, Replaced | None]:
-    """Check that all files are there; give the manifest, and what it replaces."""
+def _check_parts(storage: Storage, job: PartsJob, parts: list[PartSummary]) -> None:
+    """Check that all files are there, and are those of this save."""
     skip = len(job.directory) + 1
     there = {info.path[skip:]: info.size for info in storage.list(job.directory, recursive=False)}
     for part in parts:
@@ -542,11 +538,6 @@ def _prepare(
                 )
     if any(save_id_of(entry.path) != job.save_id for part in parts for entry in part.files):
         check_plan(storage, job.directory, job.save_id)
-    if run is not None:
-        run.before_commit()
-    with paused_gc():
-        manifest = assemble(job.directory, {**job.manifest, "writers": job.writers}, parts)
-    return manifest, _replaced(storage, job, parts) if job.overwrite else None
 
 
 def _replaced(storage: Storage, job: PartsJob, parts: list[PartSummary]) -> Replaced:
@@ -563,12 +554,11 @@ def _replaced(storage: Storage, job: PartsJob, parts: list[PartSummary]) -> Repl
 def _discard(storage: Storage, job: PartsJob) -> None:
     """Remove every file of this save, whoever wrote it. What a writer adds later is swept at the next start."""
     skip = len(job.directory) + 1
-    with suppress(HoldfastError):
-        names = sorted(info.path[skip:] for info in storage.list(job.directory, recursive=False))
-        names = [name for name in names if save_id_of(name) == job.save_id]
-        if plan_name(job.save_id) in names:
-            sweep_planned(storage, job.directory, plan_name(job.save_id))
-            names.remove(plan_name(job.save_id))
-        for part in (True, False):  # part files first: a part that is named must be whole
-            storage.delete_many([join(job.directory, name) for name in names if is_passing(name) is part])
-        storage.tidy(job.directory)
+    names = sorted(info.path[skip:] for info in storage.list(job.directory, recursive=False))
+    names = [name for name in names if save_id_of(name) == job.save_id]
+    if plan_name(job.save_id) in names:
+        sweep_planned(storage, job.directory, plan_name(job.save_id))
+        names.remove(plan_name(job.save_id))
+    for part in (True, False):  # part files first: a part that is named must be whole
+        storage.delete_many([join(job.directory, name) for name in names if is_passing(name) is part])
+    storage.tidy(job.directory)

@@ -29,7 +29,7 @@ from .arena import Arena
 from .frames import Channel, Message
 from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
-from .pipeline import Arriving, WindowSource, watermark
+from .pipeline import Arriving, Watermark, WindowSource
 from .save import SaveRunner, Task, commit_parts, probe
 
 if TYPE_CHECKING:
@@ -279,21 +279,23 @@ class WriterLoop:
         header = message.header
         call, number = header["call"], header["arena"]
         job = SaveJob.from_json(header["job"])
-        source = WindowSource(self._answer_many) if job.windowed else None
-        gate = watermark(job, header["filled"]) if "filled" in header else None
+        arriving: WindowSource | Watermark | None = WindowSource(self._answer_many) if job.windowed else None
+        if "filled" in header:
+            arriving = Watermark(
+                header["filled"], max((plan.arena_offset + plan.size for plan in job.files), default=0)
+            )
         task = Task(
             job=job,
             storage=self._handed.storage(header["storage"]),
             storage_key=header["storage"],
             view=memoryview(b"") if number is None else self._handed.view(number),
             blobs=message.attachments,
-            source=source,
-            gate=gate,
+            arriving=arriving,
             again=header.get("again", False),
         )
-        if arrival := source or gate:
+        if arriving is not None:
             # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
-            self._arriving.expect(call, arrival)
+            self._arriving.expect(call, arriving)
         joint = self._joined() if job.joint else None
         if joint is not None:
             joint.begun(call, job, task.storage, again=task.again)
@@ -514,8 +516,7 @@ class WriterLoop:
         else:
             self._arriving.end(call)
             if joint is not None:
-                late = {} if task.source is None else task.source.manifest or {}
-                joint.stored(job, result, {**job.manifest, **late})
+                joint.stored(job, result)
             else:
                 if job.may_be_resumed:
                     self._committed_step = max(self._committed_step, job.manifest["step"])
@@ -629,7 +630,11 @@ class WriterLoop:
     # ---- answers, from any thread
 
     def hold(self, fd: int) -> bool:
-        """Have the trainer keep a descriptor open too."""
+        """Have the trainer keep a descriptor open too, in place of the one before, until its writer has ended for good.
+
+        Returns:
+            Whether the file is certain to stay open as long as somebody may start this writer again.
+        """
         try:
             self._channel.send({"on": "hold", "calls": []}, fds=(fd,))
         except OSError as error:

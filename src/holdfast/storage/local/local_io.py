@@ -20,12 +20,9 @@ from .beneath import Beneath, Inside, OpenDirectory, Ops, make_durable
 from .local_tree import type_of_file_system
 
 __all__ = [
-    "GiveName", "LocalBatch", "LocalReader", "LocalReplacingWriter", "LocalWriter", "flush_whole", "flushes_whole",
+    "LocalBatch", "LocalReader", "LocalReplacingWriter", "LocalWriter", "flush_whole", "flushes_whole", "open_new",
     "write_all",
 ]  # fmt: skip
-
-GiveName = Callable[[OpenDirectory, Inside, bool, "str | None"], object]
-"""Gives a temporary file (2) of a directory (1) its name: only if the name is free (3), only over this etag (4)."""
 
 # Read-ahead pays for files that are read in long runs; small ones are read whole anyway.
 _READ_AHEAD_FROM = 1 << 20
@@ -67,6 +64,18 @@ def write_all(ops: Ops, fd: int, view: memoryview, offset: int) -> None:
         if written <= 0:
             raise OSError(errno.EIO, "the file system took no bytes")
         view, offset = view[written:], offset + written
+
+
+def open_new(ops: Ops, path: Inside) -> int:
+    """Open a file that nobody has written yet; one of this name goes."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return ops.open(path, flags)
+    except FileExistsError:
+        # Never truncated: an older file here may share its bytes with a checkpoint by a hard link.
+        with contextlib.suppress(FileNotFoundError):
+            ops.unlink(path)
+        return ops.open(path, flags)
 
 
 class LocalWriter(FileWriter):
@@ -194,7 +203,7 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
     Args:
         ops, folder, name, size, fd, on_abort: of the temporary file, as for `LocalWriter`; ``fd`` is locked.
         target: its final name.
-        give_name: the last step.
+        give_name: the last step, of the directory, the temporary file, and the conditions of `publish`.
     """
 
     def __init__(
@@ -207,7 +216,7 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
         fd: int,
         on_abort: Callable[[], object],
         target: str,
-        give_name: GiveName,
+        give_name: Callable[..., object],
     ) -> None:
         super().__init__(ops, folder, name, size, fd=fd, on_abort=on_abort)
         self._shown = folder.at(target)
@@ -230,7 +239,7 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
                     self.abort()  # the kernel reports lost bytes once: asked again, it would call them durable
                     raise
                 self._synced = True
-            self._give_name(self._folder, self._path, if_absent, if_match)
+            self._give_name(self._folder, self._path, if_absent=if_absent, if_match=if_match)
         self._ended = self._published = True
         fd, self._fd = self._fd, -1
         os.close(fd)
@@ -321,7 +330,8 @@ class LocalBatch(FileBatch):
         with errors_of("write", self._door.full(f"{head}/{name}")):
             for attempt in range(_TRIES):
                 try:
-                    fd, folder = self._create(head, name)
+                    folder = self._enter(head)
+                    fd = open_new(self._ops, folder.at(name))
                     break
                 except FileNotFoundError:  # pruned by another process, between our mkdir and our open
                     self._leave()
@@ -337,17 +347,6 @@ class LocalBatch(FileBatch):
                 raise
             finally:
                 self._ops.close(fd)
-
-    def _create(self, head: str, name: str) -> tuple[int, OpenDirectory]:
-        folder = self._enter(head)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            return self._ops.open(folder.at(name), flags), folder
-        except FileExistsError:
-            # Never truncated: an older file here may share its bytes with a checkpoint by a hard link.
-            with contextlib.suppress(FileNotFoundError):
-                self._ops.unlink(folder.at(name))
-            return self._ops.open(folder.at(name), flags), folder
 
     def _enter(self, inside: str) -> OpenDirectory:
         """Open a directory, made if need be; the directory that was used last stays open."""

@@ -20,6 +20,7 @@ import os
 import stat as stat_module
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
@@ -43,7 +44,7 @@ from ..base import (
 )
 from . import local_tree as tree
 from .beneath import POSIX, Beneath, Inside, OpenDirectory, Ops, make_durable, sweep
-from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, write_all
+from .local_io import LocalBatch, LocalReader, LocalReplacingWriter, LocalWriter, flush_whole, open_new, write_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,7 +126,7 @@ class LocalStorage(Storage):
                 # close. The copy of the descriptor keeps the lock.
                 kept, closing, fd = os.dup(fd), fd, -1
                 ops.close(closing)
-                self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match, durable=durable)
+                self._give_name(folder, temporary, name=name, if_absent=if_absent, if_match=if_match, durable=durable)
             except BaseException:
                 with contextlib.suppress(OSError):
                     ops.unlink(temporary)
@@ -144,8 +145,8 @@ class LocalStorage(Storage):
         self,
         folder: OpenDirectory,
         temporary: Inside,
-        name: str,
         *,
+        name: str,
         if_absent: bool,
         if_match: str | None,
         durable: bool = True,
@@ -193,15 +194,7 @@ class LocalStorage(Storage):
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
 
         def once(folder: OpenDirectory) -> FileWriter:
-            target = folder.at(name)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            try:
-                fd = self._ops.open(target, flags)
-            except FileExistsError:
-                # Never truncated: an older file here may share its bytes with a checkpoint by a hard link.
-                with contextlib.suppress(FileNotFoundError):
-                    self._ops.unlink(target)
-                fd = self._ops.open(target, flags)
+            fd = open_new(self._ops, folder.at(name))
             return LocalWriter(self._ops, folder.dup(), name, size, fd=fd, on_abort=lambda: self._prune(inside))
 
         with errors_of("write", full):
@@ -210,9 +203,6 @@ class LocalStorage(Storage):
     def replace(self, path: str, size: int) -> ReplacingWriter:
         """Start a big file under a temporary name."""
         full, inside, name = self._locate(path)
-
-        def give_name(folder: OpenDirectory, temporary: Inside, if_absent: bool, if_match: str | None) -> None:
-            self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match)
 
         def once(folder: OpenDirectory) -> ReplacingWriter:
             temporary = temporary_name()
@@ -232,7 +222,7 @@ class LocalStorage(Storage):
                 fd=fd,
                 on_abort=lambda: self._prune(inside),
                 target=name,
-                give_name=give_name,
+                give_name=partial(self._give_name, name=name),
             )
 
         with errors_of("write", full):

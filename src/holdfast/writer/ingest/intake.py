@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from holdfast._log import get_logger
@@ -24,7 +24,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageFullError,
 )
-from holdfast.format.commit import commit, look_before, make_folders, read_manifest
+from holdfast.format.commit import look_before, make_folders, read_manifest
 from holdfast.format.digest import check_blanks, close_by_blanks, file_digest
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS, check_path, join
@@ -36,12 +36,13 @@ from holdfast.storage.together import SerialExecutor, together
 
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
-from ..save import certainly_uncommitted, committed_already, outcome
-from .merge import FileList, MergedFile, MergePlan, contested, known_fields, manifest_fields, merge
+from ..save import committed_already, committing, outcome
+from .merge import FileList, MergePlan, contested, known_fields, merge, merged_fields
 from .sources import (
     SMALL_BYTES,
     Contents,
     Copier,
+    SourceFile,
     changed,
     check_metadata,
     damaged,
@@ -75,7 +76,6 @@ class Intake:
         self._copied_bytes = -1  # up to this size files are copied that could be moved
         # What of ours may be there by now, and by which paths; None if nothing may be touched.
         self._begun: tuple[MergePlan, tuple[str, ...]] | None = None
-        self._is_sent = False  # the manifest
 
     def take(self, run: Run | None, *, again: bool) -> SaveResult:
         """Store, commit, remove owned sources, record in the run.
@@ -96,17 +96,14 @@ class Intake:
             found = read_plan(self._storage, job.directory, self._plan_name)
             warnings = MergePlan.from_json(found[1]).warnings if found is not None else ()
         else:
-            try:
+            with committing(self._storage, job, run, undo=self._undo) as commit:
                 try:
-                    manifest, warnings = self._attempt(run)
+                    manifest, warnings = self._attempt(run, commit)
                 except StorageFullError:
                     # As in a save: retention may be behind.
                     if run is None or not run.make_room():
                         raise
-                    manifest, warnings = self._attempt(run)
-            except BaseException as error:
-                self._undo(error)
-                raise
+                    manifest, warnings = self._attempt(run, commit)
         make_folders(self._storage, job.directory, manifest)
         self._clean()
         self._seconds["total"] = time.perf_counter() - start
@@ -122,7 +119,9 @@ class Intake:
 
     # ---- steps
 
-    def _attempt(self, run: Run | None) -> tuple[Manifest, tuple[str, ...]]:
+    def _attempt(
+        self, run: Run | None, commit: Callable[..., tuple[Manifest, bytes]]
+    ) -> tuple[Manifest, tuple[str, ...]]:
         storage, job = self._storage, self._job
         found = read_plan(storage, job.directory, self._plan_name)
         plan, paths = (MergePlan.from_json(found[1]), found[0]) if found is not None else self._make_plan(run)
@@ -143,18 +142,14 @@ class Intake:
                     if item.entry is not None:
                         listing.add(item.entry)
                     else:
-                        listing.add_file(item.path, item.size, table, writer=item.rank)
+                        listing.add_file(item.name, item.size, table, writer=item.rank)
             self._written += listing.put_digests(storage, job.directory)
             if plan.metadata is not None:
                 metadata = plan.metadata if check_blanks(plan.metadata) is not None else close_by_blanks(plan.metadata)
                 storage.put(join(job.directory, METADATA_FILE), metadata)
         with self._timed("commit"):
-            if run is not None:
-                run.before_commit()
-            fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
-            void = None if run is None else partial(run.is_void, job.directory)
-            self._is_sent = True
-            return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
+            fields = merged_fields(job.manifest, plan.fields, folders=plan.folders)
+            return commit(fields, listing.parts())[0], plan.warnings
 
     def _make_plan(self, run: Run | None) -> tuple[MergePlan, tuple[str, ...]]:
         """Decide which file goes where, and say so; give the plan, and all paths there will be."""
@@ -169,7 +164,7 @@ class Intake:
                     self._tables[file.source] = self._copier.digest_file(file.source, file.size)
         digests = {(file.rank, file.name): file_digest(self._tables[file.source]) for file in needed}
         plan = merge(sources, digests)
-        paths = {item.path for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
+        paths = {item.name for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
         paths |= {METADATA_FILE} if plan.metadata is not None else set()
         skip = len(job.directory) + 1
         taken = sorted({info.path[skip:] for info in storage.list(job.directory)} & {*paths, MANIFEST_NAME})
@@ -217,8 +212,8 @@ class Intake:
         for source in homes.values() if begun else ():  # the plan is that of an earlier writer
             self._look_at(source)
 
-        def copy(item: MergedFile) -> None:
-            target = join(self._job.directory, item.path)
+        def copy(item: SourceFile) -> None:
+            target = join(self._job.directory, item.name)
             if begun:
                 storage.delete(target)
             storage.copy(item.source, target)
@@ -226,12 +221,12 @@ class Intake:
         together(storage, [partial(copy, item) for item in items])
         self._written += sum(item.size for item in items)
 
-    def _store(self, item: MergedFile, batch: FileBatch, *, begun: bool) -> bytes:
+    def _store(self, item: SourceFile, batch: FileBatch, *, begun: bool) -> bytes:
         """Bring one file to its place; give its chunk digests (b"" where its manifest has them and it was moved)."""
         storage = self._storage
         if not os.path.isabs(item.source):
             return self._tables[item.source]  # it is there: `_copy_incoming`
-        target = join(self._job.directory, item.path)
+        target = join(self._job.directory, item.name)
         if begun:
             if item.movable and not os.path.lexists(item.source) and storage.exists(target):
                 # It was moved before the crash.
@@ -250,13 +245,13 @@ class Intake:
                     return table
         return self._copy(item, target, batch)
 
-    def _inside(self, item: MergedFile) -> tuple[str, str]:
+    def _inside(self, item: SourceFile) -> tuple[str, str]:
         """Return the directory that was reported, and the path of a file in it; "" if it was reported by itself."""
         top = next(source.path for source in self._job.sources if source.rank == item.rank).rstrip("/")
         return top, item.source[len(top) :].strip("/")
 
     @contextmanager
-    def _held(self, item: MergedFile) -> Iterator[str]:
+    def _held(self, item: SourceFile) -> Iterator[str]:
         """Yield a file that may be moved by its directory, reached without links: what is put in the way is no file.
 
         Else a link that took the place of a directory since `scan` would have somebody else's file moved.
@@ -271,7 +266,7 @@ class Intake:
         with folder:
             yield folder.at(name)
 
-    def _copy(self, item: MergedFile, target: str, batch: FileBatch) -> bytes:
+    def _copy(self, item: SourceFile, target: str, batch: FileBatch) -> bytes:
         if item.size <= SMALL_BYTES:
             table = self._copier.copy_small(item.source, item.size, batch, target)
         else:
@@ -279,7 +274,7 @@ class Intake:
         if self._tables.get(item.source, table) != table:
             raise changed(item.source)
         if item.entry is not None and file_digest(table) != item.entry.digest:
-            raise damaged(item.source, item.path)
+            raise damaged(item.source, item.name)
         self._written += item.size
         return table
 
@@ -314,27 +309,24 @@ class Intake:
         except HoldfastError as error:
             _LOG.warning("%s is committed, but remains of its making stay for now: %s", self._job.directory, error)
 
-    def _undo(self, error: BaseException) -> None:
-        """Put moved files back and remove what was stored, unless it may have been committed.
+    def _undo(self) -> None:
+        """Put moved files back and remove what was stored.
 
         What fails here is left for the sweep of the next start. The plan file need not be there any more: whoever took
         the run over has swept it, and what was stored since goes by what we know of it.
         """
         storage, job = self._storage, self._job
-        if self._begun is None or not certainly_uncommitted(
-            storage, job.directory, job.manifest, error, is_sent=self._is_sent
-        ):
+        if self._begun is None:
             return
         plan, paths = self._begun
-        with suppress(HoldfastError):
-            for item in plan.items if paths else ():
-                target = join(job.directory, item.path)
-                if item.movable and not os.path.lexists(item.source) and storage.exists(target):
-                    top, inside = self._inside(item)
-                    home, name = _home(storage, top)
-                    self._put_back(target, home, join(name, inside))
-            clear_planned(storage, job.directory, self._plan_name, paths)
-            storage.tidy(job.directory)
+        for item in plan.items if paths else ():
+            target = join(job.directory, item.name)
+            if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                top, inside = self._inside(item)
+                home, name = _home(storage, top)
+                self._put_back(target, home, join(name, inside))
+        clear_planned(storage, job.directory, self._plan_name, paths)
+        storage.tidy(job.directory)
 
     def _put_back(self, target: str, home: Storage, path: str) -> None:
         found = door_of(self._storage)
@@ -382,31 +374,17 @@ def commit_in_place(
     if manifest is None:
         replaced = look_before(storage, job.directory)
         before = _manifest_there(storage, job, run)
-        is_sent = False
         listing = FileList(job.save_id, (0,) if before is None else before.writers)
-        try:
+        clear = partial(clear_planned, storage, job.directory, plan_name(job.save_id), [listing.digests_path])
+        with committing(storage, job, run, undo=clear) as commit:
             # Says whose the digest file is if the commit does not come. Nothing else is ours to remove.
             put_plan(storage, job.directory, job.save_id, [listing.digests_path], {})
             folders = _list(storage, job, before, listing, Copier(side))
             seconds["digest"] = time.perf_counter() - start
             written = listing.put_digests(storage, job.directory)
-            if run is not None:
-                run.before_commit()
-            fields = manifest_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
-            is_sent = True
-            manifest = commit(
-                storage,
-                job.directory,
-                fields,
-                listing.parts(),
-                overwrite=None if before is None else replaced,
-                keep_sidecars=True,
-            )
-        except BaseException as error:
-            if certainly_uncommitted(storage, job.directory, job.manifest, error, is_sent=is_sent):
-                with suppress(HoldfastError):
-                    clear_planned(storage, job.directory, plan_name(job.save_id), [listing.digests_path])
-            raise
+            fields = merged_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
+            overwrite = None if before is None else replaced
+            manifest, _ = commit(fields, listing.parts(), overwrite=overwrite, keep_sidecars=True)
         seconds["commit"] = time.perf_counter() - start - seconds["digest"]
     drop_plan(storage, job.directory, job.save_id)
     seconds["total"] = time.perf_counter() - start

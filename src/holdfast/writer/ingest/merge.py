@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.format.codec import decode, encode
 from holdfast.format.commit import PartSummary
-from holdfast.format.digest import CHUNK, DigestFile, bytes_digest, file_digest
+from holdfast.format.digest import CHUNK, digests_name, file_digest
 from holdfast.format.manifest import EMPTY_DIRECTORIES, MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import METADATA_FILE, REMOVING_NAME, SIDECARS, join
 from holdfast.storage.base import Storage
@@ -28,44 +28,11 @@ _NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergedFile:
-    """One file to store.
-
-    Attributes:
-        path: its path inside the checkpoint.
-        rank: the rank that reported it.
-        source: absolute path of its bytes.
-        size: in bytes.
-        movable: the file may be moved instead of copied.
-        entry: its entry in the manifest of its source, under the new path.
-    """
-
-    path: str
-    rank: int
-    source: str
-    size: int
-    movable: bool
-    entry: FileEntry | None = None
-
-    def to_json(self) -> list[Any]:
-        """Describe this item."""
-        entry = None if self.entry is None else self.entry.to_json()
-        return [self.path, self.rank, self.source, self.size, self.movable, entry]
-
-    @classmethod
-    def from_json(cls, row: Sequence[Any]) -> MergedFile:
-        """Rebuild what `to_json` described."""
-        path, rank, source, size, movable, entry = row
-        known = None if entry is None else FileEntry.from_json(entry)
-        return cls(path=path, rank=rank, source=source, size=size, movable=movable, entry=known)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlan:
     """What a checkpoint made of sources will consist of.
 
     Attributes:
-        items: its files.
+        items: its files, under their names in the checkpoint.
         writers: ranks for the manifest's ``writers``.
         metadata: bytes of its `.metadata.json`, if it has one.
         fields: those fields of the manifest that a source which is a checkpoint gives, instead of the job.
@@ -73,7 +40,7 @@ class MergePlan:
         folders: directories that hold nothing on any rank.
     """
 
-    items: tuple[MergedFile, ...] = ()
+    items: tuple[SourceFile, ...] = ()
     writers: tuple[int, ...] = (0,)
     metadata: bytes | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +63,7 @@ class MergePlan:
         """Rebuild what `to_json` described."""
         metadata = data["metadata"]
         return cls(
-            items=tuple(MergedFile.from_json(row) for row in data["items"]),
+            items=tuple(SourceFile.from_json(row) for row in data["items"]),
             writers=tuple(data["writers"]),
             metadata=None if metadata is None else base64.b64decode(metadata),
             fields=decode(data["fields"]),
@@ -131,7 +98,7 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
     files = list(_files(order))
     taken = _names(files)
     folders = _folders(order, taken)
-    items: list[MergedFile] = []
+    items: list[SourceFile] = []
     keepers: dict[str, SourceFile] = {}
     renamed: dict[str, list[tuple[int, str]]] = {}
     for file in files:
@@ -241,15 +208,15 @@ def _digest(file: SourceFile, digests: Mapping[tuple[int, str], str]) -> str:
     return file.entry.digest if file.entry is not None else digests[file.rank, file.name]
 
 
-def _item(file: SourceFile, path: str, *, adopted: bool = False) -> MergedFile:
+def _item(file: SourceFile, name: str, *, adopted: bool = False) -> SourceFile:
     entry = None
     if adopted and file.entry is not None:
         # At the new place its bytes are shared with no other checkpoint.
         old = file.entry
         entry = FileEntry(
-            path=path, size=old.size, digest=old.digest, role=old.role, writer=old.writer, chunks=old.chunks
+            path=name, size=old.size, digest=old.digest, role=old.role, writer=old.writer, chunks=old.chunks
         )
-    return MergedFile(path=path, rank=file.rank, source=file.source, size=file.size, movable=file.movable, entry=entry)
+    return SourceFile(rank=file.rank, name=name, source=file.source, size=file.size, movable=file.movable, entry=entry)
 
 
 def _about_names(renamed: Mapping[str, Sequence[tuple[int, str]]]) -> list[str]:
@@ -304,8 +271,8 @@ class FileList:
     def __init__(self, save_id: str, writers: Sequence[int]) -> None:
         self._first = min(writers)
         self._entries: dict[int, list[FileEntry]] = {writer: [] for writer in writers}
-        self._digests = DigestFile(self._first, save_id)
-        self.digests_path = self._digests.path
+        self.digests_path = digests_name(self._first, save_id)
+        self._tables = bytearray()
 
     def add(self, entry: FileEntry) -> None:
         """Add a file that is described already."""
@@ -314,26 +281,21 @@ class FileList:
     def add_file(self, path: str, size: int, table: bytes, *, writer: int) -> None:
         """Add a file of a user by its chunk digests."""
         # The digest of a single chunk is as good as that of the file.
-        chunks = self._digests.add(table) if size > CHUNK else None
+        chunks = None
+        if size > CHUNK:
+            chunks = self.digests_path, len(self._tables)
+            self._tables += table
         writer = writer if writer in self._entries else self._first
         self.add(FileEntry(path=path, size=size, digest=file_digest(table), writer=writer, chunks=chunks))
 
     def put_digests(self, storage: Storage, directory: str) -> int:
         """Store the digest table, if there is one; give the bytes written."""
-        tables = self._digests.content
+        tables = bytes(self._tables)
         if not tables:
             return 0
         with storage.create(join(directory, self.digests_path), len(tables)) as file:
             file.write(memoryview(tables))
-        self.add(
-            FileEntry(
-                path=self.digests_path,
-                size=len(tables),
-                digest=bytes_digest(tables),
-                role="digests",
-                writer=self._first,
-            )
-        )
+        self.add(FileEntry.of_small(self.digests_path, tables, role="digests", writer=self._first))
         return len(tables)
 
     def parts(self) -> list[PartSummary]:
@@ -351,9 +313,7 @@ def known_fields(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def manifest_fields(
-    given: Mapping[str, Any], known: Mapping[str, Any], *, folders: Sequence[str] = ()
-) -> dict[str, Any]:
+def merged_fields(given: Mapping[str, Any], known: Mapping[str, Any], *, folders: Sequence[str] = ()) -> dict[str, Any]:
     """Merge the manifest fields of a job with `known_fields` (empty for files that were no checkpoint).
 
     Args:

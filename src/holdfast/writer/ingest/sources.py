@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -47,15 +47,16 @@ SMALL_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """One file of a source.
+    """One file of a source, or of the checkpoint that is made of them.
 
     Attributes:
         rank: the rank that reported it.
-        name: path inside the source, with "/".
-        source: absolute path of its bytes.
+        name: path inside the source, with "/"; or inside the checkpoint.
+        source: absolute path of its bytes; one in the storage: relative to its root.
         size: in bytes.
         movable: the file may be moved instead of copied: it is owned and not reached through a link.
-        entry: its entry in the manifest of a source that is a checkpoint.
+        entry: its entry in the manifest of a source that is a checkpoint; of the checkpoint that is made: under its
+            name there.
     """
 
     rank: int
@@ -64,6 +65,18 @@ class SourceFile:
     size: int
     movable: bool
     entry: FileEntry | None = None
+
+    def to_json(self) -> list[Any]:
+        """Describe this file."""
+        entry = None if self.entry is None else self.entry.to_json()
+        return [self.name, self.rank, self.source, self.size, self.movable, entry]
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> SourceFile:
+        """Rebuild what `to_json` described."""
+        name, rank, source, size, movable, entry = row
+        known = None if entry is None else FileEntry.from_json(entry)
+        return cls(rank=rank, name=name, source=source, size=size, movable=movable, entry=known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class ControlMember:
             {"do": "lost", "why"} when there is nothing more to come.
         again: returns the messages to be repeated after a new connection.
         stopped: returns whether the system has stopped the trainer.
-        hold: has the trainer keep a connection open too (`DeferredAnswers.hold`).
+        hold: has the trainer keep a connection open too (`WriterLoop.hold`).
         beat_s: seconds between signs of life.
         stale_s: silence after which rank 0's writer counts as lost, and time to find it again.
     """
