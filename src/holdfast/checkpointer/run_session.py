@@ -135,7 +135,7 @@ class RunSession:
         self.life = LifeReport()
         self.paid: Callable[[float, float], object] | None = None
         self.extra: dict[str, Any] = {}
-        self._staged_saves: dict[str, tuple[int, Mapping[str, Any]]] = {}  # name -> step and metrics
+        self._staged_saves: dict[str, Mapping[str, Any]] = {}  # name -> fields of its manifest
         self.opened: RunOpened
         self.is_open = False
         self._notes: list[_Note] = []
@@ -315,8 +315,7 @@ class RunSession:
                 if known is None:  # an earlier life has saved it
                     announcer.tell(Checkpoint.at(far, name))
                 else:
-                    step, metrics = known
-                    announcer.tell(CommittedCheckpoint.told(far, name, step=step, metrics=metrics))
+                    announcer.tell(CommittedCheckpoint.told(far, name, step=known["step"], metrics=known["metrics"]))
 
         if mirror is not None and far is not None and self.leads:
             from .remote import RemoteWatch  # not above: only mirrored runs follow uploads
@@ -374,7 +373,7 @@ class RunSession:
                 job = self._job(save, saves, save_id, epoch, {} if callable(metrics) else metrics)
                 fields = job.manifest
                 if self.staged:
-                    self._staged_saves[name] = step, fields["metrics"]
+                    self._staged_saves[name] = fields  # its metrics may come when it is handed over
                 late = self._sender.behind(metrics) if callable(metrics) else None
                 save.future = snapshotter.submit(
                     state(), self.client, self.storage, job, metrics=late, lazy=is_ours
