@@ -24,7 +24,7 @@ from holdfast.state.save.snapshot import Snapshotter
 from .console import show_rollback
 from .metrics import MetricLog
 from .options import CheckpointerOptions
-from .pending_saves import passing_error, state_of
+from .pending_saves import RunSave, passing_error, state_of
 from .progress import RESERVED, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy
@@ -183,10 +183,7 @@ class StepBoundary:
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
         with self._session.life.waits():
             self._warm_up()
-            kept = self._session.keep_state(
-                self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
-                metrics=self.log.of_step(progress.step)(),
-            )  # fmt: skip
+            kept = self._session.keep_state(self._state, self._snapshotter, self._current())
         cost_s = time.perf_counter() - begun
         self.held_s += cost_s
         if kept:
@@ -271,14 +268,15 @@ class StepBoundary:
             if session.saves.last_step == step and not again:
                 self.log.flush(step)
             elif force or self._options.when_busy != "skip" or not self._skips(step):
-                session.save_state(
-                    self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
-                    announce=announce,
-                )  # fmt: skip
+                session.save_state(self._state, self._snapshotter, self._current(), announce=announce)
                 progress.ledger.saved()
             # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
             self.pace.saved()
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
+
+    def _current(self) -> RunSave:
+        step = self._progress.step
+        return RunSave(step=step, epoch=self._progress.epoch, metrics=self.log.of_step(step))
 
     def _skips(self, step: int) -> bool:
         """``when_busy="skip"``: tell whether a save is left out because the one before is still being written."""
