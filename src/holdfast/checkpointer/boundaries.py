@@ -164,7 +164,7 @@ class StepBoundary:
             self.save()  # ranks take in a failure at a save alone, all at the same step
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
-        if self.pace.snapshots is not None and self.pace.keeps(self.pace.snapshots, now):
+        if self.pace.keeps(now):
             self._keep_snapshot()
         if is_new:
             self.watch()

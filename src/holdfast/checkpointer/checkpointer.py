@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -565,7 +565,8 @@ class Checkpointer:
         progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         guard = self._watch_metric(session, started) if session.leads else None
-        log = MetricLog(session, None if guard is None else self._to_guard(guard)) if session.leads else NoLog()
+        take = None if guard is None else lambda step, metrics: guard.take(step, metrics, progress.place)
+        log = MetricLog(session, take) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(progress)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
@@ -613,9 +614,6 @@ class Checkpointer:
         if manifest is not None and started.is_own and not started.is_named:
             watch.begin(manifest.metrics, progress.place)
         return watch
-
-    def _to_guard(self, guard: GuardWatch) -> Callable[[int, Mapping[str, Any]], None]:
-        return lambda step, metrics: guard.take(step, metrics, self._progress.place)
 
     def _live_course(self) -> StepBoundary:
         if self._course is None or not self._open:
