@@ -102,7 +102,7 @@ def start_run(
     if rollbacks:
         from holdfast.run.rollbacks import left_out_by
 
-        progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
+        progress.left_out.spans.update(left_out_by(rollbacks, num_ranks=meeting.world_size))
     outcome.rollbacks, taken = rollbacks, outcome.checkpoint
     mine = outcome.is_own = taken is not None and any(is_within(taken, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
