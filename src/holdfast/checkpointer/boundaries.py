@@ -32,7 +32,7 @@ from .save_policy import SavePolicy
 if TYPE_CHECKING:
     from .guard import GuardWatch
 
-__all__ = ["StepBoundary", "Watcher", "leave_for_alarm", "watcher"]
+__all__ = ["StepBoundary", "Watcher", "decide_at_stop", "leave_for_alarm", "watcher"]
 
 _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
@@ -362,9 +362,7 @@ class StepBoundary:
         if guard is not None and guard.look(waits=True) is not None:
             if self._session.team is None:
                 self._leave()
-            self.left_for = guard.alarm.why if guard.alarm is not None else ""  # if that raises, nothing is rescued
-            guard.decide()  # all ranks save this step, and the next start goes back behind it
-            self.left_for = ""
+            decide_at_stop(guard, note=partial(setattr, self, "left_for"))
         self.save(force=True)
         self._session.life.leaves()
         self.wait()
@@ -558,6 +556,18 @@ class StepBoundary:
             if trash := Trash(self._session.root).in_words():
                 room += f"; {trash}"
         return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room
+
+
+def decide_at_stop(guard: GuardWatch, *, note: Callable[[str], None]) -> None:
+    """Decide on a bad step where all ranks save once more and stop: the next start goes back behind that save.
+
+    Args:
+        guard: has found it.
+        note: told why, and then "": if deciding raises, nothing is rescued.
+    """
+    note("" if guard.alarm is None else guard.alarm.why)
+    guard.decide()
+    note("")
 
 
 def leave_for_alarm(
