@@ -24,7 +24,7 @@ from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, IncompleteCheckpointError, SessionError
 from holdfast.run.names import check_free
 from holdfast.state.load.restore import Loaded, load_state, set_attributes
-from holdfast.state.load.selection import covers
+from holdfast.state.load.selection import Fit, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -334,23 +334,14 @@ def load(
     asked = only is not None and covers((only,) if isinstance(only, str) else tuple(only), RESERVED)
 
     def read(checkpoint: Checkpoint) -> None:
+        fit = Fit(
+            only=only, skip=skip, rename=rename, strict=strict, apart=apart, bookkeeping=None if asked else RESERVED,
+            allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
+        )  # fmt: skip
         loaded = load_state(
-            checkpoint.storage.child(checkpoint.directory),
-            into,
-            only=only,
-            skip=skip,
-            strict=strict,
-            allow_missing=allow_missing,
-            rename=rename,
-            dtype=dtype,
-            map_location=map_location,
-            verify=verify,
-            rank=info.rank,
-            world_size=info.world_size,
-            swap=meeting.swap if together else None,
-            apart=apart,
-            bookkeeping=None if asked else RESERVED,
-        )
+            checkpoint.storage.child(checkpoint.directory), into, fit, dtype=dtype, map_location=map_location,
+            verify=verify, rank=info.rank, world_size=info.world_size, swap=meeting.swap if together else None,
+        )  # fmt: skip
         outcome.append(loaded)
 
     def once() -> None:

@@ -20,6 +20,7 @@ from holdfast.errors import StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.names import ROLLBACKS, WATCHED
 from holdfast.run.process import memory_name
+from holdfast.state.load.selection import Fit, Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.objects import is_plain, leaves
 from holdfast.storage.base import Storage
@@ -27,7 +28,7 @@ from holdfast.writer.messages import RunOpened
 
 from .console import ResumeBlock, listed
 from .meeting import Meeting, same_for_all
-from .options import CheckpointerOptions, Fit
+from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
 from .resume import (
     BEGAN,
@@ -289,7 +290,6 @@ def _resume(
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
         from holdfast.state.load.restore import put_back  # not above: a fresh start has nothing to put back
-        from holdfast.state.load.selection import Selection
 
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
         outcome.loaded.notes.extend(not_as_made(made, made_with(home)))
