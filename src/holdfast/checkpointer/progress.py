@@ -17,10 +17,10 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, SessionError
-from holdfast.run.data_ring import BatchSpan, LeftOut
+from holdfast.run.data_ring import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
-from .ledger import DataLedger
+from .ledger import DataLedger, LeftOut
 
 if TYPE_CHECKING:
     from .guard import Judge

@@ -52,45 +52,6 @@ class BatchSpan(NamedTuple):
         return cls(name, *numbers)
 
 
-class LeftOut:
-    """Batches that no life trains, as so many ranks count them; they go into each checkpoint.
-
-    Args:
-        num_ranks: of this life, each of which counts its own batches.
-
-    Attributes:
-        spans: the batches.
-
-    Example:
-        >>> left_out = LeftOut(1)
-        >>> left_out.load_state_dict([1, [["train", 0, 5, 7]]])
-        >>> left_out.covers("train", 0, 6), left_out.of_epoch("train", 0)
-        (True, {5, 6})
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self.spans: set[BatchSpan] = set()
-
-    def covers(self, name: str, epoch: int, batch: int) -> bool:
-        """Tell whether a batch is one of them."""
-        return any(span[:2] == (name, epoch) and span.first <= batch < span.end for span in self.spans)
-
-    def of_epoch(self, name: str, epoch: Any) -> set[int]:
-        """Return those of an epoch of one loader."""
-        return set().union(*(range(span.first, span.end) for span in self.spans if span[:2] == (name, epoch)))
-
-    def state_dict(self) -> list[Any]:
-        """Describe them as plain data."""
-        return [self._num_ranks, [list(span) for span in sorted(self.spans)]]
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take over what an earlier life had saved; another number of ranks counts other batches."""
-        num_ranks, spans = state
-        if num_ranks == self._num_ranks:
-            self.spans.update(map(BatchSpan.from_json, spans))
-
-
 @dataclass(frozen=True, slots=True)
 class RingEntry:
     """A batch that was handed to training.

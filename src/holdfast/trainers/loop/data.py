@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast._log import get_logger
 from holdfast.checkpointer.guard import Judge
+from holdfast.checkpointer.ledger import LeftOut
 from holdfast.checkpointer.metrics import plain_metrics
 from holdfast.errors import ConfigError
-from holdfast.run.data_ring import BatchSpan, LeftOut
+from holdfast.run.data_ring import BatchSpan
 from holdfast.state.accelerator import move
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
 from holdfast.state.data.seeding import generators_kept, generators_within
