@@ -90,7 +90,7 @@ def flip(path: Path, role: str = "safetensors") -> Path:
 def be_impatient(ck: hf.Checkpointer, timeout_s: float) -> None:
     """Bound every wait from now on: not the start, which a busy machine may need longer for."""
     ck.options = dataclasses.replace(ck.options, timeout_s=timeout_s)
-    ck._session.timeout_s = ck._session.saves.timeout_s = ck._course._snapshotter.timeout_s = timeout_s
+    ck._session.timeout_s = ck._session.saves.timeout_s = ck._boundary._snapshotter.timeout_s = timeout_s
 
 
 def script(body: str) -> str:

@@ -254,7 +254,7 @@ def test_a_save_does_not_pay_for_snapshots(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Snapshotter, "keep", slow)
     with hf.Checkpointer(tmp_path, {"x": 1}, every="auto", rescue=1) as ck:
-        session = ck._course._session
+        session = ck._boundary._session
         follow, session.paid = session.paid, lambda *cost: (paid.append(cost[0]), follow(*cost))
         for _ in range(3):
             for _ in range(10):

@@ -503,7 +503,7 @@ def test_the_arena_of_a_save_that_is_stuck_is_not_waited_for_without_end(tmp_pat
     team: Any = SimpleNamespace(rank=1, timeout_s=0.02)
     client: Any = None
     stuck: Future[Any] = Future()
-    one = SaveTarget(target=hf.Checkpoint(tmp_path / "a"), client=client, save_id="s-1", team=team)
+    one = SaveTarget(checkpoint=hf.Checkpoint(tmp_path / "a"), client=client, save_id="s-1", team=team)
     with pytest.raises(hf.HoldfastError, match="rank 1: the save before this one, whose memory is needed, is not dura"):
         one.wait(stuck, "the save before this one, whose memory is needed,")
     stuck.set_exception(OSError("its own handle tells of it"))

@@ -67,7 +67,7 @@ def test_bounded_memory_keeps_its_bound_and_resumes(tmp_path: Path) -> None:
     state = {"weights": torch.randn(4 << 20)}
     with hf.Checkpointer(tmp_path, state, every=1, keep=None, max_staging_bytes=4 << 20) as ck:
         ck.step()
-        assert ck._course._snapshotter.arena.size <= 4 << 20
+        assert ck._boundary._snapshotter.arena.size <= 4 << 20
     fresh = {"weights": torch.zeros(4 << 20)}
     with hf.Checkpointer(tmp_path, fresh, every=None, max_staging_bytes=4 << 20):
         assert torch.equal(fresh["weights"], state["weights"])

@@ -134,7 +134,7 @@ def test_a_save_that_is_refused_before_the_writer_has_it(
             ck.step()
             ck.wait()
             with monkeypatch.context() as patched:
-                patched.setattr(ck._course._snapshotter, "submit", refuse)
+                patched.setattr(ck._boundary._snapshotter, "submit", refuse)
                 ck.step()
             ck.step()
         return ck

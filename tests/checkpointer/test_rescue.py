@@ -172,7 +172,7 @@ def stalled_life(run: str) -> int:
                 state["w"] += 1
                 ck.step()
                 if step == 3:
-                    client = ck._course._session.client  # type: ignore[union-attr]
+                    client = ck._boundary._session.client  # type: ignore[union-attr]
                     assert client.release(Arena.create(4096))  # the writer has all that was said before
                     assert client.process_id is not None
                     os.kill(client.process_id, signal.SIGSTOP)
@@ -213,7 +213,7 @@ def torn_life(run: str, grows: bool) -> int:
                 if grows and step == 7:
                     state["more"] = torch.zeros(1)
                 ck.step()
-                writer = ck._course._session.client.process_id  # type: ignore[union-attr]
+                writer = ck._boundary._session.client.process_id  # type: ignore[union-attr]
                 if step == 5 and writer is not None and not grows:
                     os.kill(writer, signal.SIGSTOP)
                     threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
@@ -239,7 +239,7 @@ def rows_life(run: str) -> int:
     pid = os.fork()
     if pid == 0:
         with hf.Checkpointer(run, {"w": torch.zeros(4)}, every=None) as ck:
-            ck._course._session.memory.clear_rows = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            ck._boundary._session.memory.clear_rows = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
             for step in range(3):
                 ck.step(loss=float(step))
             ck.report(score=1.0)

@@ -28,16 +28,18 @@ def opened(storage: Storage, **options: Any) -> RunSession:
 def add(session: RunSession, directory: Path, step: int, nbytes: int = 4) -> RunSave:
     directory.mkdir()
     (directory / "weights.bin").write_bytes(b"x" * nbytes)
-    return session.save_directory(
-        [IngestSource(rank=0, path=str(directory))], save_id=session.next_save_id(), step=step, epoch=None,
-        metrics={"loss": 1.0 / step}, world_size=1, committed=lambda *_: None,
+    save = RunSave(
+        step=step, metrics={"loss": 1.0 / step},
         lost=lambda save, error: f"step {save.step} is lost ({error}); training goes on",
     )  # fmt: skip
+    sources = [IngestSource(rank=0, path=str(directory))]
+    session.save_directory(sources, save, save_id=session.next_save_id(), world_size=1)
+    return save
 
 
 def save(session: RunSession, snapshotter: Snapshotter, step: int) -> None:
     state = {"w": torch.full((3,), float(step))}
-    session.save_state(lambda: state, snapshotter, step=step, epoch=0, metrics={}, announce=lambda _: None)
+    session.save_state(lambda: state, snapshotter, RunSave(step=step, epoch=0))
 
 
 def end(session: RunSession) -> None:

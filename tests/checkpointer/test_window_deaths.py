@@ -12,7 +12,7 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import HoldfastError
-from holdfast.state.save import snapshot
+from holdfast.state.save import windows
 from holdfast.writer.client import WriterClient
 
 WINDOWS = 2 << 20  # two of 1 MiB
@@ -65,7 +65,7 @@ def check(root: Path, saved: dict[str, Any], *, lost: tuple[str, ...] = ()) -> N
 @pytest.mark.parametrize("at", [1, 2, 4, 7])
 def test_a_writer_killed_between_two_windows(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save is sent to the next writer from its first window: every step is saved, nothing is lost, none ends."""
-    killer, count, copy = Killer(), 0, snapshot.copy_window
+    killer, count, copy = Killer(), 0, windows.copy_window
 
     def copy_window(*args: Any, **options: Any) -> None:
         nonlocal count
@@ -74,7 +74,7 @@ def test_a_writer_killed_between_two_windows(at: int, tmp_path: Path, monkeypatc
             killer.kill()
         copy(*args, **options)
 
-    monkeypatch.setattr(snapshot, "copy_window", copy_window)
+    monkeypatch.setattr(windows, "copy_window", copy_window)
     saved, stats = train(tmp_path, killer)
     assert not killer.times
     assert stats == {"skipped": 0, "saves": 3}
@@ -153,27 +153,27 @@ def test_a_save_that_was_committed_before_the_writer_died(tmp_path: Path, monkey
 
 def test_a_writer_that_dies_twice_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As without windows: the second death within ten minutes is no accident, and the first cause is what is raised."""
-    killer, copy = Killer(times=2), snapshot.copy_window
+    killer, copy = Killer(times=2), windows.copy_window
 
     def copy_window(*args: Any, **options: Any) -> None:
         copy(*args, **options)
         killer.kill()
 
-    monkeypatch.setattr(snapshot, "copy_window", copy_window)
+    monkeypatch.setattr(windows, "copy_window", copy_window)
     with pytest.raises(HoldfastError, match="for the second time in short"):
         train(tmp_path, killer)
 
 
 def test_the_start_after_two_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It sweeps what was half-written and goes on from the newest committed checkpoint."""
-    killer, copy = Killer(times=2), snapshot.copy_window
+    killer, copy = Killer(times=2), windows.copy_window
 
     def copy_window(*args: Any, **options: Any) -> None:
         copy(*args, **options)
         if killer.ck.global_step == 2:
             killer.kill()
 
-    monkeypatch.setattr(snapshot, "copy_window", copy_window)
+    monkeypatch.setattr(windows, "copy_window", copy_window)
     with pytest.raises(HoldfastError, match="for the second time in short"):
         train(tmp_path, killer)
     fresh = {"weights": torch.zeros(1536 << 10), "more": torch.zeros(5000), "notes": [9]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -67,7 +68,9 @@ def test_a_script(tmp_path):
 def skip(names):
     def apply(_):
         original = restore.load_state
-        restore.load_state = lambda *args, **options: original(*args, **{**options, "skip": names, "strict": False})
+        restore.load_state = lambda storage, into, fit, **options: original(
+            storage, into, replace(fit, skip=names, strict=False), **options
+        )
 
     return apply
 

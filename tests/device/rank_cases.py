@@ -61,7 +61,7 @@ def train(root, steps, *, how="ddp", change_after=None):
             ck.step()
             late.set_patience(60_000 if ck.global_step < steps else 1)  # the last save need not wait for training
             sums[ck.global_step] = _words(model)
-            late_bytes = max(late_bytes, ck._course._snapshotter.copies.late_bytes)
+            late_bytes = max(late_bytes, ck._boundary._snapshotter.copies.late_bytes)
     return {"said": said, "sums": sums, "begun": begun, "skipped": ck.stats.skipped, "late": late_bytes}
 
 

@@ -93,5 +93,5 @@ def puts(proxy: FaultProxy, word: str = "") -> list[str]:
 def be_impatient(ck: hf.Checkpointer, timeout_s: float) -> None:
     """Bound every wait from now on: not the start, which a busy machine may need longer for."""
     ck.options = dataclasses.replace(ck.options, timeout_s=timeout_s)
-    ck._course._options = ck.options
+    ck._boundary._options = ck.options
     ck._session.timeout_s = ck._session.saves.timeout_s = timeout_s

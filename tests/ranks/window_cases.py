@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
-from holdfast.state.save import snapshot
+from holdfast.state.save import windows
 from holdfast.writer.client import WriterClient
 
 WINDOWS = 2 << 20  # two of 1 MiB
@@ -24,7 +24,7 @@ def train(root: str, until: int, what: str, rank: int, at: int) -> dict[str, Any
     step, model = torch.zeros(1), torch.nn.Linear(1024, 768, bias=False)
     state = {"model": model, "mine": hf.PerRank(torch.zeros(768 << 10)), "step": step}
     files = {"config.json": lambda: json.dumps({"step": int(step)})}
-    copy, seal = snapshot.copy_window, WriterClient.seal
+    copy, seal = windows.copy_window, WriterClient.seal
 
     def kill(name: str) -> bool:
         nonlocal seen
@@ -44,7 +44,7 @@ def train(root: str, until: int, what: str, rank: int, at: int) -> dict[str, Any
         if is_stopped:  # it has not read that
             os.kill(ck._session.client.process_id, signal.SIGKILL)
 
-    snapshot.copy_window, WriterClient.seal = copy_window, sealed
+    windows.copy_window, WriterClient.seal = copy_window, sealed
     options: dict[str, Any] = {"every": 1, "keep": None, "max_staging_bytes": WINDOWS, "model_files": files}
     with hf.Checkpointer(Path(root), state, timeout_s=60, **options) as ck:
         start = ck.global_step

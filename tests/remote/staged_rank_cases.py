@@ -58,10 +58,10 @@ def train(
     storage: Any = remote
     if broken is not None and broken.pop("rank") == rank:
         storage = FaultyStorage(remote, **broken)
-    told: list[tuple[str, bool]] = []
+    told: list[tuple[str, bool, dict[str, Any]]] = []
 
     def hear(checkpoint: hf.Checkpoint) -> None:
-        told.append((checkpoint.name, checkpoint.manifest is not None))
+        told.append((checkpoint.name, checkpoint.manifest is not None, checkpoint.metrics))
 
     # A file of one name in all saves, of one size, and never of the same contents.
     files = {"config.json": lambda: json.dumps({"drawn": os.urandom(8).hex()})}

@@ -45,7 +45,7 @@ def test_saves_are_staged_on_each_machine_and_committed_at_the_remote(ranks, tmp
     assert [one["error"] for one in first] == [None, None]
     assert [one["start"] for one in first] == [0, 0]
     assert first[0]["remote"] == 5
-    arrived = [[f"step_{step:08d}", True] for step in (2, 4, 5)]
+    arrived = [[f"step_{step:08d}", True, {"loss": 0.5}] for step in (2, 4, 5)]
     assert [[list(one) for one in rank["told"]] for rank in first] == [arrived, []], "on_commit: whole at the remote"
     assert steps_of(remote) == [2, 4, 5]
     assert is_good(remote)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import holdfast as hf
 from holdfast.state.load.restore import load_state
+from holdfast.state.load.selection import Fit
 from holdfast.storage import LocalStorage
 
 
@@ -58,7 +59,7 @@ def main():
     expected = whole(state)
     dist.barrier()
     plain = Transformer(50)
-    load_state(storage.child(mode), {"model": plain}, skip="optimizer")
+    load_state(storage.child(mode), {"model": plain}, Fit(skip="optimizer"))
     if rank == 0:
         assert_equal(plain.state_dict(), expected, mode)
     other = build(world, 9, **choice)

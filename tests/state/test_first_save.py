@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.state.save import staging
+from holdfast.state.save import windows
 from holdfast.state.save.plan import plan, signature
-from holdfast.state.save.staging import AsideCopy, stage
+from holdfast.state.save.staging import stage
+from holdfast.state.save.windows import AsideCopy
 from holdfast.state.tree.flatten import flatten
 from holdfast.writer.arena import Arena
 
@@ -31,7 +32,7 @@ def made(num: int = 5):
         return flat, layout, bytes(arena.view)
 
 
-def windows(layout):
+def every_window(layout):
     return [
         (file, start, min(WINDOW, file.padded - start))
         for file in layout.files
@@ -43,7 +44,7 @@ def send(copy: AsideCopy, layout, target, each=lambda number: None):
     """What the streaming thread does: every window in order, then the end."""
     base = ctypes.addressof(target)
     try:
-        for number, (file, start, size) in enumerate(windows(layout)):
+        for number, (file, start, size) in enumerate(every_window(layout)):
             each(number)
             copy.fill(file, start, size, base + file.arena_offset + start)
     finally:
@@ -59,7 +60,7 @@ def test_wherever_the_two_sides_meet(first):
     reached, changed = threading.Event(), threading.Event()
 
     def each(number):
-        if number == min(first, len(windows(layout)) - 1):
+        if number == min(first, len(every_window(layout)) - 1):
             reached.set()
             assert changed.wait(30)
 
@@ -80,15 +81,15 @@ def test_a_window_that_is_being_sent_holds_the_caller(monkeypatch):
     copy = AsideCopy(layout, flat.tensors, WINDOW)
     target = (ctypes.c_char * layout.arena_bytes)()
     entered, go_on = threading.Event(), threading.Event()
-    original = staging.copy_window
+    original = windows.copy_window
 
-    def slow(*arguments, address, **options):
-        if address == ctypes.addressof(target):
+    def slow(*arguments):
+        if arguments[-1] == ctypes.addressof(target):
             entered.set()
             assert go_on.wait(30)
-        original(*arguments, address=address, **options)
+        original(*arguments)
 
-    monkeypatch.setattr(staging, "copy_window", slow)
+    monkeypatch.setattr(windows, "copy_window", slow)
     with ThreadPoolExecutor(2) as pool:
         sent = pool.submit(send, copy, layout, target)
         assert entered.wait(30)
@@ -124,7 +125,7 @@ def test_an_interrupted_copy_is_never_sent(monkeypatch):
     """After a Ctrl-C in the copying the front gives up, instead of sending memory that nobody filled."""
     flat, layout, _ = made()
     copy = AsideCopy(layout, flat.tensors, WINDOW)
-    original, calls = staging.copy_window, []
+    original, calls = windows.copy_window, []
 
     def interrupted(*arguments, **options):
         calls.append(1)
@@ -132,7 +133,7 @@ def test_an_interrupted_copy_is_never_sent(monkeypatch):
             raise KeyboardInterrupt
         original(*arguments, **options)
 
-    monkeypatch.setattr(staging, "copy_window", interrupted)
+    monkeypatch.setattr(windows, "copy_window", interrupted)
     with pytest.raises(KeyboardInterrupt):
         copy.copy()
     with pytest.raises(HoldfastError, match="given up"):

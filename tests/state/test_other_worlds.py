@@ -10,6 +10,7 @@ import torch
 from parts_kit import load_rank, save_parts
 
 import holdfast as hf
+from holdfast.state.load.selection import Fit
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import arrays, rng
 from holdfast.storage import LocalStorage
@@ -81,7 +82,7 @@ def test_plain_data_and_small_objects_of_ranks_are_those_of_rank_zero_elsewhere(
         assert (live["sums"].total.item(), live["alike"].total.item()) == (0.0, 5.0)
         said = f"deep/list, n, sums: other values on other ranks when 3 saved; {world} go on, each with that of rank 0"
         assert loaded.notes == [said]
-    assert load_rank(storage, "one", live, rank=0, world_size=2, only=["alike", "deep/w"]).notes == []
+    assert load_rank(storage, "one", live, rank=0, world_size=2, fit=Fit(only=["alike", "deep/w"])).notes == []
     assert load_rank(storage, "one", live, rank=2, world_size=3).notes == []
     assert live["sums"].total.item() == 2.0
 

@@ -9,6 +9,7 @@ from mesh_kit import Layout, load_ranks, playing, save_ranks
 import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
 from holdfast.state.load.restore import load_state
+from holdfast.state.load.selection import Fit
 from holdfast.state.tree.arrays import local_tensor
 from holdfast.storage import MemoryStorage
 
@@ -67,7 +68,7 @@ def test_what_is_spread_needs_two_indexes(saved):
         with playing(rank, WORLD):
             live = {"w": layout.shard(torch.zeros_like(VALUES))}
             Seen.opened.clear()
-            load_state(home, live, only="w", rank=rank, world_size=WORLD)
+            load_state(home, live, Fit(only="w"), rank=rank, world_size=WORLD)
             assert torch.equal(local_tensor(live["w"]), VALUES[8 * rank : 8 * rank + 8])
             assert indexes(Seen.opened) == sorted({0, rank})
 
@@ -78,7 +79,7 @@ def test_step_counts_are_with_rank_0(saved):
     with playing(3, WORLD):
         live = state(layout, torch.zeros_like(VALUES))
         Seen.opened.clear()
-        loaded = load_state(home, live, only=["optimizer/state/model/weight/step"], rank=3, world_size=WORLD)
+        loaded = load_state(home, live, Fit(only=["optimizer/state/model/weight/step"]), rank=3, world_size=WORLD)
         assert indexes(Seen.opened) == [0, 3]
         assert loaded.state["optimizer"].state[live["model"].weight]["step"] == 1
 
@@ -107,10 +108,10 @@ def test_an_index_that_is_gone_is_missed_by_those_who_need_it(saved):
             live = {"w": layout.shard(torch.zeros_like(VALUES))}
             if rank == 2:
                 with pytest.raises(CorruptCheckpointError, match="index-00002"):
-                    load_state(home, live, only="w", rank=rank, world_size=WORLD)
+                    load_state(home, live, Fit(only="w"), rank=rank, world_size=WORLD)
             else:
-                load_state(home, live, only="w", rank=rank, world_size=WORLD)
+                load_state(home, live, Fit(only="w"), rank=rank, world_size=WORLD)
     with pytest.raises(CorruptCheckpointError, match="index-00002"):
-        load_state(home, {"w": torch.zeros(40, 10)}, only="w", rank=1, world_size=WORLD)
+        load_state(home, {"w": torch.zeros(40, 10)}, Fit(only="w"), rank=1, world_size=WORLD)
     with pytest.raises(CorruptCheckpointError, match="index-00002"):
         load_state(home)

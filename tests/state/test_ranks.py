@@ -21,6 +21,7 @@ import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.format.contents import unite
 from holdfast.format.index import FileNumbers, Index
+from holdfast.state.load.selection import Fit
 from holdfast.state.save.plan import plan, signature
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.flatten import flatten
@@ -380,7 +381,7 @@ def test_states_of_all_ranks_may_be_copies(storage):
     state = several_optimizers()
     save_parts(storage, "one", [state, *(copy.deepcopy(state) for _ in range(2))])
     assert_same(load_rank(storage, "one", rank=2).state, content(state))
-    weights = load_rank(storage, "one", only="nets").state["nets"][0]
+    weights = load_rank(storage, "one", fit=Fit(only="nets")).state["nets"][0]
     assert bits(weights["wte.weight"]) == bits(state["nets"][0].wte.weight)
 
 

@@ -18,6 +18,7 @@ import holdfast as hf
 from holdfast.format.manifest import FileEntry
 from holdfast.state.load import shared_reads
 from holdfast.state.load.restore import load_state
+from holdfast.state.load.selection import Fit
 from holdfast.state.load.shared_reads import ChunkNumbers, PeerReadBuffer, SharedReadBuffer, SharedReads
 from holdfast.storage import MemoryStorage
 
@@ -125,7 +126,7 @@ def test_ranks_that_want_other_things_read_for_themselves():
 
     def load(rank, swap):
         live = {f"t{rank}": torch.zeros(MIB)}
-        read = load_state(storage, live, only=f"t{rank}", swap=swap).bytes_read
+        read = load_state(storage, live, Fit(only=f"t{rank}"), swap=swap).bytes_read
         assert torch.equal(live[f"t{rank}"], values[f"t{rank}"])
         return read
 
@@ -163,7 +164,7 @@ def test_damage_is_found_by_every_rank_that_needs_the_bytes():
     def load(rank, swap):
         wanted = ["b"] if rank == 2 else ["a", "b"]
         live = {name: torch.zeros(MIB) for name in wanted}
-        load_state(home, live, only=wanted, swap=swap)
+        load_state(home, live, Fit(only=wanted), swap=swap)
         return all(torch.equal(live[name], values[name]) for name in wanted)
 
     one, two, three = Ranks(3).run(load)

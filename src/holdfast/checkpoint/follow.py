@@ -188,9 +188,8 @@ def _damage(checkpoint: Checkpoint) -> str | None:
 class _FollowedRun:
     """A run seen from outside: reads it again when something has changed, and outlasts a storage that is away."""
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._clock = clock
         self._catalog: Catalog | None = None
         self._etag: tuple[str | None, ...] = ()
         self._has_changes = False  # of many checkpoints, a save may replace the file of changes alone
@@ -213,7 +212,7 @@ class _FollowedRun:
         except StoragePermissionError:
             raise
         except StorageError as error:
-            now = self._clock()
+            now = time.monotonic()
             self._since = now if self._since is None else self._since
             if now - self._since > _GIVE_UP_S:
                 raise

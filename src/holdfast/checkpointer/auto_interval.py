@@ -171,16 +171,16 @@ class AutoInterval:
         return lived_s / self._failures if self._failures else min(PRIOR_S, 2 * lived_s)
 
 
-def follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:
+def follow_costs(session: RunSession, boundary: StepBoundary, schedule: Schedule | None, *, rescue: bool) -> None:
     """Save, and keep snapshots, as often as loses least, by what they cost and how often the run fails; on rank 0.
 
     Args:
         session: the run.
-        course: tells what snapshots cost.
+        boundary: tells what snapshots cost.
         schedule: of saves, for ``every="auto"``.
         rescue: whether the interval of snapshots is found as well.
     """
-    snapshots = course.pace.snapshots if rescue else None
+    snapshots = boundary.policy.snapshots if rescue else None
     if schedule is None and snapshots is None:
         return
     begun, attempt = time.monotonic(), session.opened.attempt
@@ -218,4 +218,4 @@ def follow_costs(session: RunSession, course: StepBoundary, schedule: Schedule |
             adjust(of_snapshots, snapshots)
 
         adjust(of_snapshots, snapshots)
-        course.snapshot_paid = snapshot_paid
+        boundary.snapshot_paid = snapshot_paid

@@ -24,7 +24,7 @@ from holdfast.state.save.snapshot import Snapshotter
 from .console import show_rollback
 from .metrics import MetricLog
 from .options import CheckpointerOptions
-from .pending_saves import passing_error, state_of
+from .pending_saves import RunSave, passing_error, state_of
 from .progress import RESERVED, Progress
 from .run_session import RunSession
 from .save_policy import SavePolicy
@@ -32,7 +32,7 @@ from .save_policy import SavePolicy
 if TYPE_CHECKING:
     from .guard import GuardWatch
 
-__all__ = ["StepBoundary", "Watcher", "leave_for_alarm", "watcher"]
+__all__ = ["StepBoundary", "Watcher", "decide_at_stop", "leave_for_alarm", "watcher"]
 
 _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
@@ -48,14 +48,14 @@ class StepBoundary:
         session: takes saves and follows them.
         snapshotter: copies the state.
         log: metrics of the run.
-        pace: decides.
+        policy: decides.
         progress: the counters.
         options: arguments of the run.
         state: the full state.
 
     Attributes:
         held_s: time saves have held the loop since this was set to 0.
-        pace: decides.
+        policy: decides.
         log: metrics of the run.
         watcher: called at every boundary while a resume is verified.
         snapshots: when the state is kept in memory, for the case that this process dies.
@@ -70,13 +70,13 @@ class StepBoundary:
         session: RunSession,
         snapshotter: Snapshotter,
         log: MetricLog,
-        pace: SavePolicy,
+        policy: SavePolicy,
         progress: Progress,
         options: CheckpointerOptions,
         state: Callable[[], Mapping[Any, Any]],
     ) -> None:
         self._session, self._snapshotter, self._state = session, snapshotter, state
-        self.log, self.pace, self._progress, self._options = log, pace, progress, options
+        self.log, self.policy, self._progress, self._options = log, policy, progress, options
         self.held_s = 0.0
         self._open = False  # a step was made in a body, and its boundary is still to come
         self._num_open = 0  # steps in this body
@@ -108,7 +108,7 @@ class StepBoundary:
         if self._snapshotter.copies is not None:  # a device waits for those still under way; costs the CPU nothing
             self._snapshotter.copies.stepped()
         self._step_s = step_s
-        if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.pace.never_due):
+        if self._progress.num_steps == _SOON and self._session.leads and (intervals := self.policy.never_due):
             _LOG.warning(
                 "every=%s never comes due in this loop, which does not count it: epochs are counted by ck.epochs(n) "
                 "and by passes over ck.batches(loader), samples by ck.batches(loader) alone. Take the batches from "
@@ -130,7 +130,7 @@ class StepBoundary:
                 )  # fmt: skip
         self._bound()
 
-    def boundary(self) -> None:
+    def body_ended(self) -> None:
         """Act on the last step, if its body has just ended."""
         if self.guard is not None and self.guard.alarm is not None:
             self._go_back()
@@ -149,7 +149,7 @@ class StepBoundary:
             self._go_back()
         if not session.has_begun and not session.life.gives_back():
             self._warm_up()
-        call = self.pace.call(now, step_s=self._step_s, save_s=self.save_s)
+        call = self.policy.call(now, step_s=self._step_s, save_s=self.save_s)
         if call == "rollback":
             self._leave()
         if call == "stop":
@@ -164,7 +164,7 @@ class StepBoundary:
             self.save()  # ranks take in a failure at a save alone, all at the same step
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
-        if self.pace.snapshots is not None and self.pace.keeps(self.pace.snapshots, now):
+        if self.policy.keeps(now):
             self._keep_snapshot()
         if is_new:
             self.watch()
@@ -183,16 +183,13 @@ class StepBoundary:
         self.log.flush(progress.step)  # else a rescued step would come without the metrics before it
         with self._session.life.waits():
             self._warm_up()
-            kept = self._session.keep_state(
-                self._state, self._snapshotter, step=progress.step, epoch=progress.epoch,
-                metrics=self.log.of_step(progress.step)(),
-            )  # fmt: skip
+            kept = self._session.keep_state(self._state, self._snapshotter, self._current())
         cost_s = time.perf_counter() - begun
         self.held_s += cost_s
         if kept:
             self.snapshot_paid(cost_s)
         else:
-            self.pace.snapshots = None
+            self.policy.snapshots = None
             if self._snapshotter.shortage is None:  # else it has said so
                 _LOG.warning("rescue= is left out from here on: the state does not fit into max_staging_bytes")
 
@@ -271,14 +268,15 @@ class StepBoundary:
             if session.saves.last_step == step and not again:
                 self.log.flush(step)
             elif force or self._options.when_busy != "skip" or not self._skips(step):
-                session.save_state(
-                    self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
-                    announce=announce,
-                )  # fmt: skip
+                session.save_state(self._state, self._snapshotter, self._current(), announce=announce)
                 progress.ledger.saved()
             # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
-            self.pace.saved()
+            self.policy.saved()
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
+
+    def _current(self) -> RunSave:
+        step = self._progress.step
+        return RunSave(step=step, epoch=self._progress.epoch, metrics=self.log.of_step(step))
 
     def _skips(self, step: int) -> bool:
         """``when_busy="skip"``: tell whether a save is left out because the one before is still being written."""
@@ -349,24 +347,22 @@ class StepBoundary:
 
     def epoch_done(self, epochs: int) -> None:
         """Act at the end of an epoch: save if it is due, stop if a signal came after the last step."""
-        due = self.pace.epoch_due(epochs)
-        self.boundary()
+        due = self.policy.epoch_due(epochs)
+        self.body_ended()
         if due and self._session.saves.last_step != self._progress.step:
             self.save()
         self.watch()
-        if self._progress.num_steps and self.pace.poll(step_s=self._step_s, save_s=self.save_s):
+        if self._progress.num_steps and self.policy.poll(step_s=self._step_s, save_s=self.save_s):
             self.stop()
 
     def stop(self) -> None:
         """Save the current step, wait until it is safe, and leave the body."""
-        self.pace.stopping = True
+        self.policy.stopping = True
         guard = self.guard
         if guard is not None and guard.look(waits=True) is not None:
             if self._session.team is None:
                 self._leave()
-            self.left_for = guard.alarm.why if guard.alarm is not None else ""  # if that raises, nothing is rescued
-            guard.decide()  # all ranks save this step, and the next start goes back behind it
-            self.left_for = ""
+            decide_at_stop(guard, note=partial(setattr, self, "left_for"))
         self.save(force=True)
         self._session.life.leaves()
         self.wait()
@@ -401,7 +397,7 @@ class StepBoundary:
             TrainingError: the run must not go on.
         """
         # After a signal its own status: whoever sent it waits for that, and the next start goes back all the same.
-        status = self._options.exit_code if self.pace.stop_wished else GUARD_STATUS
+        status = self._options.exit_code if self.policy.stop_wished else GUARD_STATUS
         self.left_for = "a bad step, found by the guard of rank 0"
         anew = self._options.resume == "never"
         leave_for_alarm(self._session, self.guard, status, note=partial(setattr, self, "left_for"), anew=anew)
@@ -416,7 +412,7 @@ class StepBoundary:
             session.settle()
             if not session.saves.wants_retry:
                 return
-            if self.pace.must_end(tries):
+            if self.policy.must_end(tries):
                 self.stop()
             tries -= 1
             if tries < 1 or (session.team is None and time.monotonic() + _FULL_RETRY_S > until):
@@ -444,7 +440,7 @@ class StepBoundary:
             if session.saves.wants_retry:
                 self._save_when_space()
         self.wait()
-        if session.team is not None and not self.pace.stop_asked:
+        if session.team is not None and not self.policy.stop_asked:
             self.judge_rest(alone=False)
         if self.guard is not None:
             self.guard.ended()
@@ -455,7 +451,7 @@ class StepBoundary:
         self._say_lost()
         self._waited_for_remote = True
         self._wait_for_remote()
-        finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
+        finished = None if self.policy.stop_asked else {"step": step, "epoch": self._progress.epoch}
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
 
     def _has_changed(self) -> bool:
@@ -464,7 +460,7 @@ class StepBoundary:
         Not where the run is to stop: it goes on from that step, and what comes after it is done by the next life.
         """
         session, step = self._session, self._progress.step
-        if step <= 0 or session.saves.last_step != step or self.pace.stop_asked:
+        if step <= 0 or session.saves.last_step != step or self.policy.stop_asked:
             return False
         try:
             with session.life.waits():
@@ -504,7 +500,7 @@ class StepBoundary:
 
         def rescue() -> None:
             nonlocal rescued
-            if self.pace.snapshots is not None and not self._stopped and not self.left_for:
+            if self.policy.snapshots is not None and not self._stopped and not self.left_for:
                 rescued = session.answer(session.client.rescue(reason))
                 self.rescues_later = session.team is not None
                 if rescued is not None:
@@ -517,7 +513,7 @@ class StepBoundary:
         def end() -> None:
             why = f"the guard: {self.left_for}" if self.left_for else reason
             # Not for a stop that failed: ranks that hear of the death of another one stop, and cannot save.
-            stopped = self._stopped or (self.pace.stopping and self.left_for)
+            stopped = self._stopped or (self.policy.stopping and self.left_for)
             session.end("stopped" if stopped else why, details=self._last_details())
 
         def wait_for_remote() -> None:
@@ -539,7 +535,7 @@ class StepBoundary:
             _LOG.warning("the run was left (%s): %s in no checkpoint", how, steps)
 
     def _last_details(self) -> dict[str, Any]:
-        why = self.pace.stopped_by.removeprefix("the ")
+        why = self.policy.stopped_by.removeprefix("the ")
         return {"last_step": self._progress.step, **({"stop": why} if why else {})}
 
     def _say_lost(self) -> None:
@@ -560,6 +556,18 @@ class StepBoundary:
             if trash := Trash(self._session.root).in_words():
                 room += f"; {trash}"
         return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room
+
+
+def decide_at_stop(guard: GuardWatch, *, note: Callable[[str], None]) -> None:
+    """Decide on a bad step where all ranks save once more and stop: the next start goes back behind that save.
+
+    Args:
+        guard: has found it.
+        note: told why, and then "": if deciding raises, nothing is rescued.
+    """
+    note("" if guard.alarm is None else guard.alarm.why)
+    guard.decide()
+    note("")
 
 
 def leave_for_alarm(

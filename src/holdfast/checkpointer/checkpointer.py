@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -181,7 +181,7 @@ class Checkpointer:
         self._open = self._ended = False
         self._generators: dict[str, Any] | None = None  # as restored, until the first batch is asked for
         self._session: RunSession | None = None
-        self._course: StepBoundary | None = None
+        self._boundary: StepBoundary | None = None
 
     # -- life
 
@@ -257,57 +257,57 @@ class Checkpointer:
         self._open, self._ended, self.attempt = False, True, 0
         _STARTED.discard(self)
         self._worker_seeds.end()
-        session, course = self._session, self._course
+        session, boundary = self._session, self._boundary
         assert session is not None
-        assert course is not None
+        assert boundary is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
         reason = "" if error is None else self._reason(session, error)
         try:
             if kind is None:
-                self._leave_in_order(session, course)
-            if (kind is not None or course.left_for) and not self._signals.impatient:
-                course.end_after(reason, is_silent=isinstance(error, SystemExit) and not error.code)
+                self._leave_in_order(session, boundary)
+            if (kind is not None or boundary.left_for) and not self._signals.impatient:
+                boundary.end_after(reason, is_silent=isinstance(error, SystemExit) and not error.code)
         finally:
             self._signals.remove()
-            course.close()
+            boundary.close()
             self._progress.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
-            limit_s = 0.0 if self._signals.impatient or course.rescues_later else self.options.timeout_s
+            limit_s = 0.0 if self._signals.impatient or boundary.rescues_later else self.options.timeout_s
             why = "it has left the run" + (f" ({reason})" if reason else "")
             session.close(why, timeout_s=limit_s)
         exit_code = self.options.exit_code
-        if course.pace.stop_asked and session.leads and not self._signals.impatient:
+        if boundary.policy.stop_asked and session.leads and not self._signals.impatient:
             is_ours = kind is None or (isinstance(error, SystemExit) and error.code == exit_code)
             left_by = "" if is_ours or kind is None else kind.__name__
             safe = session.stats.last_durable_step
             show_stop(
-                course.pace.stopped_by, safe, self.storage, exit_code, left_by=left_by,
+                boundary.policy.stopped_by, safe, self.storage, exit_code, left_by=left_by,
                 anew=self.options.resume == "never",
             )  # fmt: skip
-        if kind is None and (course.pace.stop_asked or (course.left_for and course.pace.stop_wished)):
+        if kind is None and (boundary.policy.stop_asked or (boundary.left_for and boundary.policy.stop_wished)):
             raise SystemExit(exit_code)
-        if kind is None and course.left_for:
+        if kind is None and boundary.left_for:
             raise RolledBack
 
-    def _leave_in_order(self, session: RunSession, course: StepBoundary) -> None:
+    def _leave_in_order(self, session: RunSession, boundary: StepBoundary) -> None:
         """Make what is durable of a body that has ended by itself; of one that a guard has stopped nothing."""
         try:
             self._progress.leaves()
             with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised at the very end
-                course.boundary()
-                course.judge_rest(alone=True)
-            if course.left_for:
+                boundary.body_ended()
+                boundary.judge_rest(alone=True)
+            if boundary.left_for:
                 return
-            if not course.pace.stop_asked:
+            if not boundary.policy.stop_asked:
                 self._progress.remind_at_end(was_finished=self._finished_epochs is not None)
                 self._remind_of_source()
             self._progress.finish(is_saved=session.saves.last_step == self._progress.step)
-            course.watch()
-            course.end()
+            boundary.watch()
+            boundary.end()
         except Exception as failed:  # of the final save, say, as another rank has died: the last snapshot counts
             if not self._signals.impatient:
-                course.end_after(self._reason(session, failed))
+                boundary.end_after(self._reason(session, failed))
             raise
 
     def _remind_of_source(self) -> None:
@@ -349,31 +349,31 @@ class Checkpointer:
         if os.getpid() != self._owner:
             raise self._in_a_child()
         self._generators = None
-        session, progress, course = self._session, self._progress, self._course
+        session, progress, boundary = self._session, self._progress, self._boundary
         assert session is not None
-        assert course is not None
-        self._step_s = step_s = entered - self._left - course.held_s
+        assert boundary is not None
+        self._step_s = step_s = entered - self._left - boundary.held_s
         session.costs.stepped(step_s, draining=session.saves.busy)
         progress.stepped()
         session.note_step(progress.step)
-        if course.guard is not None:
-            course.guard.stepped(progress.step, progress.place)
+        if boundary.guard is not None:
+            boundary.guard.stepped(progress.step, progress.place)
         if metrics:
-            course.log.add(progress.step, progress.epoch, metrics)
+            boundary.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
             self._watcher.stepped(progress.step, metrics)
-        course.stepped(step_s)
-        course.held_s = 0.0
+        boundary.stepped(step_s)
+        boundary.held_s = 0.0
         self._left = time.perf_counter()
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to do, up to ``count`` in all."""
-        course = self._live_course()
+        boundary = self._live_boundary()
         # Asked for more, the last epoch comes again without batches: what the body does at its end (a scheduler's step)
         # came after the checkpoint if that was made by the last `step`.
         if self._finished_epochs is not None and count <= self._finished_epochs:
             self._progress.skip_to(self._finished_epochs)
-        return self._progress.epochs(count, at_end=course.epoch_done)
+        return self._progress.epochs(count, at_end=boundary.epoch_done)
 
     def batches(
         self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True, ahead: int = 0
@@ -398,7 +398,7 @@ class Checkpointer:
         """
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ConfigError(f"ahead={ahead!r}: give the number of batches that are drawn before they are trained")
-        done = self._live_course().epoch_done
+        done = self._live_boundary().epoch_done
         found = Batches(self._progress, loader, name, split=split, ahead=ahead, ask=self._ask, epoch_done=done)
         return found if self._watcher is None else self._watcher.batches(found)
 
@@ -411,13 +411,13 @@ class Checkpointer:
 
         If ``keep`` ranks by one of them and the step has no checkpoint, it is saved at its boundary (see `batches`).
         """
-        self._live_course().report(metrics)
+        self._live_boundary().report(metrics)
         if self._watcher is not None:
             self._watcher.reported(self._progress.step, metrics, self._full_state)
 
     def save(self, **metrics: Any) -> None:
         """Save the current step (once), with these metrics: in a body over `batches` at its boundary, else now."""
-        self._live_course().save_now(metrics)
+        self._live_boundary().save_now(metrics)
 
     def wait(self, *, remote: bool = False) -> None:
         """Wait until everything saved and reported so far is durable; raises what failed.
@@ -428,7 +428,7 @@ class Checkpointer:
             remote: of a mirrored run (``local_dir``), wait for the remote side too (rank 0 does); else the local disk
                 is enough.
         """
-        self._live_course().wait(remote=remote)
+        self._live_boundary().wait(remote=remote)
 
     # -- what there is
 
@@ -460,12 +460,12 @@ class Checkpointer:
         exit status is ``exit_code_for_requeue``. With several ranks it stays False until all of them stop, in `step`:
         ranks that left at different places would wait for each other.
         """
-        course = self._course
-        if course is None:
+        boundary = self._boundary
+        if boundary is None:
             return self._signals.received is not None
         if not self._open:
-            return course.pace.stop_asked
-        return course.pace.poll(step_s=self._step_s, save_s=course.save_s)
+            return boundary.policy.stop_asked
+        return boundary.policy.poll(step_s=self._step_s, save_s=boundary.save_s)
 
     @property
     def stats(self) -> Stats:
@@ -542,7 +542,7 @@ class Checkpointer:
 
     def _ask(self) -> None:
         """Do what is due where the loop asks for its next batch."""
-        self._live_course().boundary()
+        self._live_boundary().body_ended()
         if self._generators is not None:
             # What the script drew since it entered (a batch to look at, a warm-up) changes nothing.
             generators, self._generators = self._generators, None
@@ -565,29 +565,30 @@ class Checkpointer:
         progress.ledger.begin(ring, attempt=self.attempt, step=progress.step, is_own=started.is_own)
         session.announce(options.on_commit, mirror=options.mirror)
         guard = self._watch_metric(session, started) if session.leads else None
-        log = MetricLog(session, None if guard is None else self._to_guard(guard)) if session.leads else NoLog()
+        take = None if guard is None else lambda step, metrics: guard.take(step, metrics, progress.place)
+        log = MetricLog(session, take) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(progress)
-        pace = SavePolicy(schedule, self._signals, options.deadline, progress)
+        policy = SavePolicy(schedule, self._signals, options.deadline, progress)
         if session.team is not None:
             from .rank_group import DistributedSavePolicy  # not above: most runs have one rank
 
             session.team.board.calls(progress.step)
-            pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
-        pace.busy = lambda: snapshotter.would_wait
+            policy = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
+        policy.busy = lambda: snapshotter.would_wait
         if snapshotter.rescues:
-            pace.snapshots = Schedule(options.rescue, now=time.monotonic())
-            pace.snapshots.start(progress)
+            policy.snapshots = Schedule(options.rescue, now=time.monotonic())
+            policy.snapshots.start(progress)
         session.life.trains(progress.step, requeue=options.exit_code, wait_s=options.timeout_s)
-        self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
+        self._boundary = StepBoundary(session, snapshotter, log, policy, progress, options, self._full_state)
         if session.leads and (options.auto or options.auto_rescue):
             from .auto_interval import follow_costs  # not above: of every="auto" only
 
-            follow_costs(session, self._course, schedule if options.auto else None, rescue=options.auto_rescue)
-        self._course.watcher, self._course.guard = self._watcher, guard
+            follow_costs(session, self._boundary, schedule if options.auto else None, rescue=options.auto_rescue)
+        self._boundary.watcher, self._boundary.guard = self._watcher, guard
         if options.guard is not None and options.guard.skip == "bad":
             again = (rollback.step - 1 for rollback in started.rollbacks if not rollback.left_out)
-            self._course.saves_at = frozenset(step for step in again if step > progress.step)
+            self._boundary.saves_at = frozenset(step for step in again if step > progress.step)
         if started.has_generators:
             self._generators = rng.capture()
         if session.saves.last_step == progress.step:
@@ -614,15 +615,12 @@ class Checkpointer:
             watch.begin(manifest.metrics, progress.place)
         return watch
 
-    def _to_guard(self, guard: GuardWatch) -> Callable[[int, Mapping[str, Any]], None]:
-        return lambda step, metrics: guard.take(step, metrics, self._progress.place)
-
-    def _live_course(self) -> StepBoundary:
-        if self._course is None or not self._open:
+    def _live_boundary(self) -> StepBoundary:
+        if self._boundary is None or not self._open:
             raise SessionError("use it inside of `with Checkpointer(...) as ck`")
         if os.getpid() != self._owner:
             raise self._in_a_child()
-        return self._course
+        return self._boundary
 
     def _in_a_child(self) -> SessionError:
         return SessionError(
@@ -641,10 +639,10 @@ def _view_of(storage: Storage) -> RunView:
 def _say_not_closed() -> None:
     """Say at the end of the interpreter which runs were entered by `start` and not left."""
     for checkpointer in list(_STARTED):
-        course, session = checkpointer._course, checkpointer._session
-        if course is None or session is None or not checkpointer._open or os.getpid() != checkpointer._owner:
+        boundary, session = checkpointer._boundary, checkpointer._session
+        if boundary is None or session is None or not checkpointer._open or os.getpid() != checkpointer._owner:
             continue
-        if course.pace.snapshots is None:  # else the writer saves the last snapshot
+        if boundary.policy.snapshots is None:  # else the writer saves the last snapshot
             with contextlib.suppress(HoldfastError):  # a save under way is no loss: the interpreter waits for it anyway
                 session.settle()
-            course.say_left("the script has ended without ck.close()")
+            boundary.say_left("the script has ended without ck.close()")

@@ -24,7 +24,7 @@ from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, IncompleteCheckpointError, SessionError
 from holdfast.run.names import check_free
 from holdfast.state.load.restore import Loaded, load_state, set_attributes
-from holdfast.state.load.selection import covers
+from holdfast.state.load.selection import Fit, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -139,19 +139,19 @@ def save(
         ['weights']
     """
     beside = _beside(model_files, state, overwrite=overwrite)
-    place = open_place(path, ranks=ranks, unsupported=unsupported)
-    _say_directory(place.target)
-    with place.broadcast_errors():
-        group = place.group(alike)
+    target = open_target(path, ranks=ranks, overwrite=overwrite, unsupported=unsupported)
+    _say_directory(target.checkpoint)
+    with target.broadcast_errors():
+        group = target.group(alike)
     snapshotter: Snapshotter | None = None
-    layout = place.layout
+    layout = target.layout
     try:
         # Taken out while in use: another thread, or a signal handler, that saves meanwhile makes its own snapshotter.
-        snapshotter = _idle.pop(layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
+        snapshotter = _idle.pop(layout, None) or target.snapshotter(max_staging_bytes=_SYNC_STAGING)
         snapshotter.alike, snapshotter.model_files = group, beside
-        with place.broadcast_errors():
-            future = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
-        place.wait(future, place.target.uri)
+        with target.broadcast_errors():
+            future = target.submit(snapshotter, state, step, metrics)
+        target.wait(future, target.checkpoint.uri)
         future.result()
         snapshotter.rest()
         if _idle.setdefault(layout, snapshotter) is not snapshotter:
@@ -162,7 +162,7 @@ def save(
                 del _idle[layout]
             snapshotter.close()  # the job may still read its memory
         raise
-    return place.target
+    return target.checkpoint
 
 
 @suggests()
@@ -224,28 +224,27 @@ def begin_save(
     """Do as `save_async` does; ``fields`` are more of the manifest, such as "attempt" and "extra"."""
     global _copying
     beside = _beside(model_files, state, overwrite=overwrite)
-    place = open_place(path, ranks=ranks, unsupported=unsupported)
-    with _lock, place.broadcast_errors():
+    target = open_target(path, ranks=ranks, overwrite=overwrite, unsupported=unsupported)
+    with _lock, target.broadcast_errors():
         if _copying:
             raise SessionError(
                 "save_async was interrupted by a signal handler that calls it again: let the handler set a flag that "
                 "the loop looks at, or call save"
             )
-        group = place.group(alike)
+        group = target.group(alike)
         _copying = True
         try:
-            arena = place.layout  # the layout of an arena is that of the files
-            snapshotter = _async.setdefault(arena, place.snapshotter())
+            arena = target.layout  # the layout of an arena is that of the files
+            snapshotter = _async.setdefault(arena, target.snapshotter())
             snapshotter.alike, snapshotter.model_files = group, beside
             before = _pending.get(arena)
             if before is not None:
                 # Until it has let go of the arena; its own handle reports how it ended.
-                place.wait(before, "the save before this one, whose memory is needed,")
+                target.wait(before, "the save before this one, whose memory is needed,")
             begun = time.perf_counter()
             try:
-                _pending[arena] = future = place.submit(
-                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True,
-                    fields=fields,
+                _pending[arena] = future = target.submit(
+                    snapshotter, state, step, metrics, aside=True, fields=fields
                 )  # fmt: skip
             except BaseException:
                 # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
@@ -254,7 +253,7 @@ def begin_save(
             held_s, dropped = time.perf_counter() - begun, snapshotter.dropped
         finally:
             _copying = False
-    return SaveHandle(future, place.target, held_s=held_s, dropped=dropped)
+    return SaveHandle(future, target.checkpoint, held_s=held_s, dropped=dropped)
 
 
 @suggests(also={"device": "map_location", "map": "map_location", "weights_only": "only", "keys": "only"})
@@ -334,23 +333,14 @@ def load(
     asked = only is not None and covers((only,) if isinstance(only, str) else tuple(only), RESERVED)
 
     def read(checkpoint: Checkpoint) -> None:
+        fit = Fit(
+            only=only, skip=skip, rename=rename, strict=strict, apart=apart, bookkeeping=None if asked else RESERVED,
+            allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
+        )  # fmt: skip
         loaded = load_state(
-            checkpoint.storage.child(checkpoint.directory),
-            into,
-            only=only,
-            skip=skip,
-            strict=strict,
-            allow_missing=allow_missing,
-            rename=rename,
-            dtype=dtype,
-            map_location=map_location,
-            verify=verify,
-            rank=info.rank,
-            world_size=info.world_size,
-            swap=meeting.swap if together else None,
-            apart=apart,
-            bookkeeping=None if asked else RESERVED,
-        )
+            checkpoint.storage.child(checkpoint.directory), into, fit, dtype=dtype, map_location=map_location,
+            verify=verify, rank=info.rank, world_size=info.world_size, swap=meeting.swap if together else None,
+        )  # fmt: skip
         outcome.append(loaded)
 
     def once() -> None:
@@ -418,22 +408,26 @@ class SaveTarget:
     """Destination and writer of one save that belongs to no run.
 
     Attributes:
-        target: the checkpoint.
+        checkpoint: what it becomes.
         client: the writer.
         save_id: of this save; the same on all ranks that make it.
         team: the ranks that make it, None for this process alone.
+        overwrite: a committed checkpoint there is replaced.
+        unsupported: what becomes of values that cannot be saved: "raise" or "drop".
     """
 
-    target: Checkpoint
+    checkpoint: Checkpoint
     client: WriterClient
     save_id: str
     team: RankGroup | None = None
+    overwrite: bool = False
+    unsupported: str = "raise"
 
     @property
     def layout(self) -> str:
         """Key of targets that can use the same arena."""
         ranks = "" if self.team is None else f" {self.team.rank} of {self.team.world_size}"
-        return f"{_kind(self.target.storage)} {self.target.storage.traits.max_file_bytes}{ranks}"
+        return f"{_kind(self.checkpoint.storage)} {self.checkpoint.storage.traits.max_file_bytes}{ranks}"
 
     def group(self, alike: Alike) -> tuple[int, ...] | None:
         """Return the ranks that ``alike`` names; None for a process that saves alone.
@@ -453,7 +447,7 @@ class SaveTarget:
         return Snapshotter(
             rank=rank,
             world_size=world_size,
-            max_file_bytes=self.target.storage.traits.max_file_bytes,
+            max_file_bytes=self.checkpoint.storage.traits.max_file_bytes,
             max_staging_bytes=max_staging_bytes,
         )
 
@@ -468,8 +462,6 @@ class SaveTarget:
         step: int | None,
         metrics: Mapping[str, Any] | None,
         *,
-        overwrite: bool,
-        unsupported: str,
         aside: bool = False,
         fields: Mapping[str, Any] | None = None,
     ) -> Future[Any]:
@@ -480,8 +472,8 @@ class SaveTarget:
         Raises:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False, or a run.
         """
-        joint = self.team is not None
-        check_free(self.target.storage, self.target.directory, overwrite=overwrite)
+        checkpoint, joint = self.checkpoint, self.team is not None
+        check_free(checkpoint.storage, checkpoint.directory, overwrite=self.overwrite)
         manifest = manifest_fields(
             checkpoint_id=uuid.uuid4().hex,
             step=step,
@@ -490,14 +482,16 @@ class SaveTarget:
             world_size=1 if self.team is None else self.team.world_size,
         )
         job = SaveJob(
-            directory=self.target.directory,
+            directory=checkpoint.directory,
             save_id=self.save_id,
             manifest={**manifest, **(fields or {})},
-            overwrite=overwrite,
+            overwrite=self.overwrite,
             part=joint,
             joint=joint,
         )
-        return snapshotter.submit(state, self.client, self.target.storage, job, unsupported=unsupported, aside=aside)
+        return snapshotter.submit(
+            state, self.client, checkpoint.storage, job, unsupported=self.unsupported, aside=aside
+        )  # fmt: skip
 
     def wait(self, future: Future[Any], what: str) -> None:
         """Wait until a save has ended, well or not; for a bounded time where several ranks save.
@@ -513,7 +507,9 @@ class SaveTarget:
             raise HoldfastError(f"{whose}{what} is not durable after {limit_s:.0f} s")
 
 
-def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsupported: str) -> SaveTarget:
+def open_target(
+    path: str | os.PathLike[str] | Checkpoint, *, ranks: str, overwrite: bool, unsupported: str
+) -> SaveTarget:
     """Find the writer for ``path``; with several ranks the first call brings them together.
 
     Raises:
@@ -527,11 +523,13 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
         raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
     info = current_ranks()
     if ranks == "this" or info.world_size == 1:
-        target = _checkpoint(path)
+        checkpoint = _checkpoint(path)
         with _clients_lock:
             _start_id = _start_id or new_start_id()
-            save_id = f"{_start_id}-{next(_numbers):x}"
-            return SaveTarget(target=target, client=_client(target.storage), save_id=save_id)
+            return SaveTarget(
+                checkpoint=checkpoint, client=_client(checkpoint.storage), save_id=f"{_start_id}-{next(_numbers):x}",
+                overwrite=overwrite, unsupported=unsupported,
+            )  # fmt: skip
     found: Checkpoint | HoldfastError
     try:
         found = _checkpoint(path)
@@ -551,7 +549,9 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
             f"rank {team.rank}: the writer process of this rank has ended, and with it the saves of all ranks: start "
             "the ranks again, or save on one of them with ranks='this'"
         )
-    return SaveTarget(target=found, client=team.client, save_id=save_id, team=team)
+    return SaveTarget(
+        checkpoint=found, client=team.client, save_id=save_id, team=team, overwrite=overwrite, unsupported=unsupported
+    )
 
 
 def _team(info: RankInfo, kind: str) -> tuple[RankGroup, itertools.count[int]]:

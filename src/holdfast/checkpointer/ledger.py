@@ -1,4 +1,4 @@
-"""`DataLedger`: what was trained on, and whether a resumed loader goes on from there.
+"""`DataLedger`: what was trained on, and whether a resumed loader goes on from there; `LeftOut`: what no life trains.
 
 Nobody's word is taken for the position in the data. Each batch is noted when it is handed out, in the ring of the run
 (`holdfast.run.data_ring`), and those since the last checkpoint in the checkpoint. After a resume both say what may
@@ -22,7 +22,7 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import StateMismatchError
-from holdfast.run.data_ring import NUM_ENTRIES, DataRing, RingEntry, name_id
+from holdfast.run.data_ring import NUM_ENTRIES, BatchSpan, DataRing, RingEntry, name_id
 from holdfast.state.data.batches import ResumableBatches, batch_length
 from holdfast.state.data.digest import NOT_READ, batch_digest
 from holdfast.state.tree.values import PerRank
@@ -31,6 +31,45 @@ _LOG = get_logger("data")
 _STORED = struct.Struct("<QQIII")  # content, indices, epoch, index, name
 _NUM_LIVES = 64
 _Key = tuple[int, int]  # epoch, index in the epoch
+
+
+class LeftOut:
+    """Batches that no life trains, as so many ranks count them; they go into each checkpoint.
+
+    Args:
+        num_ranks: of this life, each of which counts its own batches.
+
+    Attributes:
+        spans: the batches.
+
+    Example:
+        >>> left_out = LeftOut(1)
+        >>> left_out.load_state_dict([1, [["train", 0, 5, 7]]])
+        >>> left_out.covers("train", 0, 6), left_out.of_epoch("train", 0)
+        (True, {5, 6})
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.spans: set[BatchSpan] = set()
+
+    def covers(self, name: str, epoch: int, batch: int) -> bool:
+        """Tell whether a batch is one of them."""
+        return any(span[:2] == (name, epoch) and span.first <= batch < span.end for span in self.spans)
+
+    def of_epoch(self, name: str, epoch: Any) -> set[int]:
+        """Return those of an epoch of one loader."""
+        return set().union(*(range(span.first, span.end) for span in self.spans if span[:2] == (name, epoch)))
+
+    def state_dict(self) -> list[Any]:
+        """Describe them as plain data."""
+        return [self._num_ranks, [list(span) for span in sorted(self.spans)]]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what an earlier life had saved; another number of ranks counts other batches."""
+        num_ranks, spans = state
+        if num_ranks == self._num_ranks:
+            self.spans.update(map(BatchSpan.from_json, spans))
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
 from holdfast.config import Guard, Keep, Mirror, check_silence
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE
+from holdfast.state.load.selection import Fit, Selection, covers
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
@@ -41,25 +42,6 @@ _CHOICES = {
     "unsupported": ("raise", "drop"),
     "on_data_mismatch": ("raise", "warn", "ignore"),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """How a checkpoint has to fit the state of a run; the arguments of `holdfast.load` of these names.
-
-    Attributes:
-        strict: refuse any difference.
-        allow_missing: what the checkpoint need not have.
-        skip: what is not loaded.
-        rename: stored names -> names in the state.
-        apart: the ranks that hold the same as this one, where others hold something else; found at the start.
-    """
-
-    strict: bool = True
-    allow_missing: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    rename: Mapping[str, str] | None = None
-    apart: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +233,11 @@ def _fit(
         raise ConfigError(f"rename={rename!r}: give a dict {{stored name or glob: new name}}")
     missing, left_out = ((given,) if isinstance(given, str) else tuple(given) for given in (allow_missing, skip))
     if missing or left_out or rename:
-        from holdfast.state.load.selection import Selection, covers
-
         Selection(missing or None, left_out or None, rename)  # refuses what is no name
         own = [pattern for pattern in left_out if covers((pattern,), f"{RESERVED}/progress")]
         if own:
             raise ConfigError(f"skip={own[0]!r} covers the run's own step and data position: name entries of the state")
-    return Fit(strict=strict, allow_missing=missing, skip=left_out, rename=rename)
+    return Fit(strict=strict, allow_missing=missing, skip=left_out or None, rename=rename, idle_names=True)
 
 
 def check_state(state: Any) -> Mapping[str, Any]:

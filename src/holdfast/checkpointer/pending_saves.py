@@ -60,8 +60,12 @@ class RunSave:
     """A save from its name to its end.
 
     Attributes:
-        name: path of the checkpoint below the root of the run. The index of the run knows what lies directly there.
         step: of the training.
+        epoch: of the training.
+        metrics: of this step; or what gives them, which is called when the save is handed over, by a thread that may
+            wait for a device.
+        name: path of the checkpoint below the root of the run, whose index knows what lies directly there; "" until the
+            session has named it.
         overwrite: a checkpoint of this name is replaced when the save commits.
         extra: for the manifest.
         follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
@@ -74,8 +78,10 @@ class RunSave:
         durable: when it had ended, well or not; 0.0 before. Set by another thread.
     """
 
-    name: str
     step: int
+    epoch: float | None = None
+    metrics: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    name: str = ""
     overwrite: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
     follow: Callable[[Future[Any]], Future[Any]] | None = None

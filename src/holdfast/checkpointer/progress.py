@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError, SessionError
 from holdfast.run.data_ring import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
-from .ledger import DataLedger
+from .ledger import DataLedger, LeftOut
 
 if TYPE_CHECKING:
     from .guard import Judge
@@ -140,7 +140,7 @@ class Progress:
         self._reminded: set[str] = set()
         self.judge: Judge | None = None
         self.place: tuple[BatchSpan, ...] = ()
-        self._left_out: set[BatchSpan] = set()  # batches that no life trains
+        self.left_out = LeftOut(world_size)
 
     def stepped(self) -> None:
         """Count one optimizer step: what has been yielded so far is trained."""
@@ -227,7 +227,7 @@ class Progress:
             # Of a loop over epochs without batches: enough to know whether this epoch is over.
             "epoch_steps": self.epoch_steps if self.used_epochs and not self.num_passes else 0,
             "steps_an_epoch": self._steps_an_epoch,
-            "left_out": [self._world_size, [list(span) for span in sorted(self._left_out)]],
+            "left_out": self.left_out.state_dict(),
             "guard": None if self.judge is None else [self.judge.state_dict(), [list(span) for span in self.place]],
         }
 
@@ -239,9 +239,7 @@ class Progress:
         self._seed = state["seed"]
         self._added_before = list(state.get("added", ()))
         self.ledger.load_state_dict(state.get("ledger"))
-        num_ranks, left_out = state.get("left_out", (0, ()))
-        if num_ranks == self._world_size:  # each rank counts its own batches
-            self.leave_out(map(BatchSpan.from_json, left_out))
+        self.left_out.load_state_dict(state.get("left_out", (0, ())))
         if self.judge is not None and (known := state.get("guard")) is not None:
             self.judge.load_state_dict(known[0])
             self.place = tuple(map(BatchSpan.from_json, known[1]))
@@ -433,17 +431,13 @@ class Progress:
         if one.ahead == 0:
             self._body, self._body_thread = name, threading.get_ident()
 
-    def leave_out(self, spans: Iterable[BatchSpan]) -> None:
-        """Train these batches no more: loops do not see them."""
-        self._left_out.update(spans)
-
     def leaves_out(self, name: str) -> bool:
         """Tell whether the batch drawn just now is one that no life trains; if so its place counts as done."""
-        if not self._left_out:
+        if not self.left_out.spans:
             return False
-        one, here = self._passes[name], (name, self.epoch)
+        one = self._passes[name]
         at = one.drawn
-        if not any(span[:2] == here and span.first <= at < span.end for span in self._left_out):
+        if not self.left_out.covers(name, self.epoch, at):
             return False
         before, after = one.marks[-1], (one.batches.samples, at + 1)
         one.drawn += 1

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,13 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.run.candidates import newest_good
+from holdfast.state.load.selection import Fit
 from holdfast.state.tree.objects import leaves
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
 from .console import load_bar
 from .meeting import Alone, Meeting
-from .options import Fit
 from .progress import RESERVED, Progress
 
 if TYPE_CHECKING:
@@ -304,20 +304,10 @@ def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, fit: Fit, *
 
     with load_bar(home, show=None if meeting.rank == 0 else False) as progress:
         return load_state(
-            home,
-            state,
-            skip=fit.skip or None,
-            strict=fit.strict,
-            allow_missing=(*fit.allow_missing, *lacks),
-            rename=fit.rename,
-            idle_names=True,
-            added=Progress.added_in,
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            progress=progress,
+            home, state, replace(fit, allow_missing=(*fit.allow_missing, *lacks), added=Progress.added_in),
+            rank=meeting.rank, world_size=meeting.world_size, progress=progress,
             swap=meeting.swap if meeting.world_size > 1 else None,
-            apart=fit.apart,
-        )
+        )  # fmt: skip
 
 
 def _explicit(

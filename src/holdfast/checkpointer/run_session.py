@@ -135,7 +135,7 @@ class RunSession:
         self.life = LifeReport()
         self.paid: Callable[[float, float], object] | None = None
         self.extra: dict[str, Any] = {}
-        self._staged_saves: dict[str, tuple[int, Mapping[str, Any]]] = {}  # name -> step and metrics
+        self._staged_saves: dict[str, Mapping[str, Any]] = {}  # name -> fields of its manifest
         self.opened: RunOpened
         self.is_open = False
         self._notes: list[_Note] = []
@@ -315,8 +315,7 @@ class RunSession:
                 if known is None:  # an earlier life has saved it
                     announcer.tell(Checkpoint.at(far, name))
                 else:
-                    step, metrics = known
-                    announcer.tell(CommittedCheckpoint.told(far, name, step=step, metrics=metrics))
+                    announcer.tell(CommittedCheckpoint.told(far, name, step=known["step"], metrics=known["metrics"]))
 
         if mirror is not None and far is not None and self.leads:
             from .remote import RemoteWatch  # not above: only mirrored runs follow uploads
@@ -331,12 +330,9 @@ class RunSession:
         self,
         state: Callable[[], Mapping[Any, Any]],
         snapshotter: Snapshotter,
+        save: RunSave,
         *,
-        step: int,
-        epoch: int,
-        metrics: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         announce: Callable[[str], object] | None = None,
-        save: RunSave | None = None,
         saves: PendingSaves | None = None,
     ) -> None:
         """Copy a state and hand it to the writer; waits for the saves before. The state may change afterwards.
@@ -344,12 +340,8 @@ class RunSession:
         Args:
             state: returns what to save.
             snapshotter: copies it; of this session alone.
-            step: steps done.
-            epoch: current epoch.
-            metrics: of this step; a function that returns them is called when the save is handed over, by a thread that
-                may wait for a device.
+            save: what its owner says of it.
             announce: called with the name of the checkpoint before the save is handed over.
-            save: its name, and what its owner does after it; None: the session names it.
             saves: those that it comes after; None: those of the session.
 
         Raises:
@@ -361,61 +353,57 @@ class RunSession:
             saves = self.saves
         else:
             saves.settle()
-        save = save or RunSave(name=self._free_name(step), step=step)
-        save.begun, save.checkpoint_id = time.perf_counter(), uuid.uuid4().hex
-        name, is_ours, save_id = save.name, save.follow is None, self.next_save_id()
+        self._name(save)
+        save.begun, save_id, metrics = time.perf_counter(), self.next_save_id(), save.metrics
         try:
             with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
                 if self.remote_watch is not None:
                     self.remote_watch.make_room(self.timeout_s)
                 # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
                 if announce is not None:
-                    announce(name)
-                job = self._job(save, saves, save_id, epoch, {} if callable(metrics) else metrics)
-                fields = job.manifest
+                    announce(save.name)
+                job = self._job(save, saves, save_id)
                 if self.staged:
-                    self._staged_saves[name] = step, fields["metrics"]
+                    self._staged_saves[save.name] = job.manifest  # its metrics may come when it is handed over
                 late = self._sender.behind(metrics) if callable(metrics) else None
+                save.committed = partial(self._state_committed, snapshotter, job.manifest)
                 save.future = snapshotter.submit(
-                    state(), self.client, self.storage, job, metrics=late, lazy=is_ours
+                    state(), self.client, self.storage, job, metrics=late, lazy=save.follow is None
                 )  # fmt: skip
                 # So that `holdfast run` keeps the memory of the newest saves for the next life.
                 self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
-                self._sender.newest_save = name, snapshotter.handed_over
+                self._sender.newest_save = save.name, snapshotter.handed_over
         except (*TRANSIENT_ERRORS, DroppedSaveError) as error:
             save.future = failed(error)
-
-        def committed(save: RunSave, result: SaveResult) -> None:
-            held, lost = self.costs.of_save()
-            cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
-            if is_ours:
-                cost["lost_s"] = lost
-                if self.paid is not None:
-                    self.paid(lost, cost["durable_s"])
-            self.journal("cost", step=save.step, name=save.name, **cost)
-            snapshotter.observe(result.unchanged)
-            # A staged save is announced when it has arrived at the remote.
-            if self.leads and not self.staged and self.announcer is not None:
-                from holdfast.checkpoint.handle import CommittedCheckpoint
-
-                told = CommittedCheckpoint.told(
-                    self.storage, result.directory, step=step, metrics=fields["metrics"], manifest=result.manifest
-                )
-                self.announcer.tell(told)
-
-        save.committed = committed
         self._begin(save, saves)
         self.costs.held(time.perf_counter() - save.begun)
+
+    def _state_committed(
+        self, snapshotter: Snapshotter, manifest: Mapping[str, Any], save: RunSave, result: SaveResult
+    ) -> None:
+        held, lost = self.costs.of_save()
+        cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held}
+        if save.follow is None:
+            cost["lost_s"] = lost
+            if self.paid is not None:
+                self.paid(lost, cost["durable_s"])
+        self.journal("cost", step=save.step, name=save.name, **cost)
+        snapshotter.observe(result.unchanged)
+        # A staged save is announced when it has arrived at the remote.
+        if self.leads and not self.staged and self.announcer is not None:
+            from holdfast.checkpoint.handle import CommittedCheckpoint
+
+            told = CommittedCheckpoint.told(
+                self.storage, result.directory, step=save.step, metrics=manifest["metrics"], manifest=result.manifest
+            )
+            self.announcer.tell(told)
 
     def keep_state(
         self,
         state: Callable[[], Mapping[Any, Any]],
         snapshotter: Snapshotter,
+        save: RunSave,
         *,
-        step: int,
-        epoch: int,
-        metrics: Mapping[str, Any],
-        save: RunSave | None = None,
         saves: PendingSaves | None = None,
     ) -> bool:
         """Copy a state and have the writer hold the copy, which it commits only if this process dies.
@@ -423,84 +411,70 @@ class RunSession:
         Args:
             state: returns what to save.
             snapshotter: copies it.
-            step: steps done.
-            epoch: current epoch.
-            metrics: of this step.
-            save: as for `save_state`.
+            save: as for `save_state`; its metrics are read now.
             saves: as for `save_state`.
 
         Returns:
             False if memory is too short for it.
         """
         begun = time.perf_counter()
-        save = save or RunSave(name=self._free_name(step), step=step)
-        save.checkpoint_id = uuid.uuid4().hex
-        job = self._job(save, saves or self.saves, f"{self.start_id}-{_SNAPSHOTS + step:x}", epoch, metrics)
+        self._name(save)
+        if callable(save.metrics):
+            save.metrics = save.metrics()
+        job = self._job(save, saves or self.saves, f"{self.start_id}-{_SNAPSHOTS + save.step:x}")
         kept = snapshotter.keep(state(), self.client, self.storage, job)
         self.life.keeps(snapshotter.arenas, snapshotter.arena_files)
-        self.costs.kept(time.perf_counter() - begun, step=step)
+        self.costs.kept(time.perf_counter() - begun, step=save.step)
         self._tell_snapshots()
         return kept
 
-    def _job(self, save: RunSave, saves: PendingSaves, save_id: str, epoch: int, metrics: Mapping[str, Any]) -> SaveJob:
-        """Return what the writer is told of a state; the snapshotter adds its files."""
-        opened = self.opened
-        fields = manifest_fields(
-            run_id=opened.run_id, checkpoint_id=save.checkpoint_id or "", parent=saves.parent, attempt=opened.attempt,
-            step=save.step, epoch=epoch, metrics=metrics, world_size=self.meeting.world_size,
-        )  # fmt: skip
-        if extra := {**self.extra, **save.extra}:
-            fields["extra"] = extra
-        joint, in_run = self.team is not None, "/" not in save.name  # a run's index has what lies directly in it
-        return SaveJob(
-            directory=save.name, save_id=save_id, manifest=fields, overwrite=save.overwrite, reuse=in_run,
-            run=in_run and self.leads, part=joint, joint=joint,
-        )  # fmt: skip
-
     def save_directory(
-        self,
-        sources: Sequence[IngestSource],
-        *,
-        save_id: str,
-        step: int,
-        epoch: float | None,
-        metrics: Mapping[str, Any],
-        world_size: int,
-        committed: Callable[[RunSave, SaveResult], object],
-        lost: Callable[[RunSave, BaseException], str],
-    ) -> RunSave:
+        self, sources: Sequence[IngestSource], save: RunSave, *, save_id: str, world_size: int
+    ) -> None:  # fmt: skip
         """Let the writer make a checkpoint of directories, even if this process dies meanwhile.
 
         Args:
             sources: what to take.
+            save: what its owner says of it; its ``lost`` is called too if the directories cannot be handed over.
             save_id: of `next_save_id`.
-            step: steps done.
-            epoch: current epoch.
-            metrics: of this step.
             world_size: number of ranks that train.
-            committed: see `RunSave`.
-            lost: see `RunSave`; called too if the directories cannot be handed over.
 
         Raises:
             HoldfastError: they cannot be handed over.
         """
-        checkpoint_id, opened = uuid.uuid4().hex, self.opened
-        save = RunSave(
-            name=self._free_name(step), step=step, checkpoint_id=checkpoint_id, begun=time.perf_counter(),
-            committed=committed, lost=lost,
-        )  # fmt: skip
-        fields = manifest_fields(
-            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self.saves.parent, attempt=opened.attempt,
-            step=step, epoch=epoch, metrics=metrics, world_size=world_size,
-        )  # fmt: skip
+        self._name(save)
+        save.begun = time.perf_counter()
+        fields = self._fields(save, self.saves, world_size)
         try:
             job = IngestJob(directory=save.name, save_id=save_id, sources=tuple(sources), manifest=fields)
             save.future = self.client.ingest(self.storage, job)
         except BaseException as error:
-            lost(save, error)
+            save.lost(save, error)
             raise
         self._begin(save, self.saves)
-        return save
+
+    def _job(self, save: RunSave, saves: PendingSaves, save_id: str) -> SaveJob:
+        """Return what the writer is told of a state; the snapshotter adds its files."""
+        joint, in_run = self.team is not None, "/" not in save.name  # a run's index has what lies directly in it
+        return SaveJob(
+            directory=save.name, save_id=save_id, manifest=self._fields(save, saves, self.meeting.world_size),
+            overwrite=save.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
+        )  # fmt: skip
+
+    def _fields(self, save: RunSave, saves: PendingSaves, world_size: int) -> dict[str, Any]:
+        """Return what the trainer knows of a manifest."""
+        opened = self.opened
+        fields = manifest_fields(
+            run_id=opened.run_id, checkpoint_id=save.checkpoint_id or "", parent=saves.parent, attempt=opened.attempt,
+            step=save.step, epoch=save.epoch, metrics={} if callable(save.metrics) else save.metrics,
+            world_size=world_size,
+        )  # fmt: skip
+        if extra := {**self.extra, **save.extra}:
+            fields["extra"] = extra
+        return fields
+
+    def _name(self, save: RunSave) -> None:
+        save.name, save.checkpoint_id = save.name or self._free_name(save.step), uuid.uuid4().hex
 
     def _free_name(self, step: int) -> str:
         """Return a name for a step; if it is taken (by a branch, or a quarantined checkpoint) add the attempt."""

@@ -180,11 +180,11 @@ class SavePolicy:
         """Return, while the step is held, whether to stop; called for the ``tries``-th time in a row."""
         return self.stop_asked
 
-    def keeps(self, snapshots: Schedule, now: float) -> bool:
+    def keeps(self, now: float) -> bool:
         """Tell whether the step just done is to be kept in memory; the next one is counted from it."""
-        if not self._keep_due(snapshots, now):
+        if self.snapshots is None or not self._keep_due(self.snapshots, now):
             return False
-        snapshots.saved(self._progress, now=now)
+        self.snapshots.saved(self._progress, now=now)
         return True
 
     def _keep_due(self, snapshots: Schedule, now: float) -> bool:

@@ -20,6 +20,7 @@ from holdfast.errors import StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.names import ROLLBACKS, WATCHED
 from holdfast.run.process import memory_name
+from holdfast.state.load.selection import Fit, Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.objects import is_plain, leaves
 from holdfast.storage.base import Storage
@@ -28,7 +29,7 @@ from holdfast.writer.messages import RunOpened
 from .console import ResumeBlock, listed
 from .first_step import first_step_checks
 from .meeting import Meeting, same_for_all
-from .options import CheckpointerOptions, Fit
+from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
 from .resume import (
     BEGAN,
@@ -102,7 +103,7 @@ def start_run(
     if rollbacks:
         from holdfast.run.rollbacks import left_out_by
 
-        progress.leave_out(left_out_by(rollbacks, num_ranks=meeting.world_size))
+        progress.left_out.spans.update(left_out_by(rollbacks, num_ranks=meeting.world_size))
     outcome.rollbacks, taken = rollbacks, outcome.checkpoint
     mine = outcome.is_own = taken is not None and any(is_within(taken, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
@@ -297,7 +298,6 @@ def _resume(
     if outcome.loaded is not None:
         own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
         from holdfast.state.load.restore import put_back  # not above: a fresh start has nothing to put back
-        from holdfast.state.load.selection import Selection
 
         outcome.put_back = put_back(home, own, takes=Selection(None, fit.skip).takes)
         outcome.loaded.notes.extend(not_as_made(made, made_with(home)))

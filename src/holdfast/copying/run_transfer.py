@@ -133,7 +133,6 @@ def copy_run(
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
-    stop: Stop | None = None,
 ) -> Iterator[CopyOutcome]:
     """Copy a run into the root of ``target``; yields as each checkpoint is durable there.
 
@@ -143,10 +142,9 @@ def copy_run(
         RunBusyError: somebody else writes to the run at the target.
         CheckpointExistsError: the target has another run, or went on with this one, and ``overwrite`` is false.
         StorageError: a storage failed; what is complete at the target stays.
-        TransferStopped: ``stop()`` returned true.
     """
     check_apart(source, target)
-    with _owning(target, stop) as (heartbeat, ended):
+    with _owning(target) as heartbeat:
         # The catalog knows which run lives in a directory even if its run.json is gone, or not yet there.
         there = Catalog(target)
         theirs = there.index
@@ -161,7 +159,7 @@ def copy_run(
                 continue
             outcome = _copy_one(
                 source, name, target, previous, overwrite=overwrite, suspect=name in quarantined, progress=progress,
-                stop=ended,
+                stop=heartbeat.check,
             )  # fmt: skip
             if outcome.state in ("ok", "foreign"):
                 quarantined.pop(name, None)
@@ -171,7 +169,7 @@ def copy_run(
         same_run = bool(theirs.run_id)  # else `_check_target` has refused it
         noted = theirs.notes.get(_MARKS)
         marks = {path: etag for path, etag in noted.items() if type(etag) is str} if type(noted) is dict else {}
-        yield from _copy_rest(source, target, marks, same_run=same_run, overwrite=overwrite, stop=ended)
+        yield from _copy_rest(source, target, marks, same_run=same_run, overwrite=overwrite, stop=heartbeat.check)
         _copy_index(source, target, theirs, brought, quarantined, marks)
         Catalog(target).point_latest()
 
@@ -194,15 +192,16 @@ def copy_into_run(
         CheckpointExistsError: as `copy_checkpoint`; or it is set aside as damaged there, and ``overwrite`` is false.
         HoldfastError: as `copy_checkpoint`.
     """
-    with _owning(target, None) as (heartbeat, ended):
+    with _owning(target) as heartbeat:
         there = Catalog(target)
         why = there.index.quarantined.get(directory)
         if why is not None and not overwrite:
             raise CheckpointExistsError(_set_aside(target, directory, why))
         _admit(there, [directory], heartbeat)
         copied = copy_checkpoint(
-            source, name, target, directory, overwrite=overwrite, suspect=why is not None, progress=progress, stop=ended
-        )
+            source, name, target, directory, overwrite=overwrite, suspect=why is not None, progress=progress,
+            stop=heartbeat.check,
+        )  # fmt: skip
         if why is not None:
             there.index.quarantined.pop(directory, None)
             there.index.save()
@@ -210,16 +209,9 @@ def copy_into_run(
         return copied
 
 
-@contextlib.contextmanager
-def _owning(target: Storage, stop: Stop | None) -> Iterator[tuple[Heartbeat, Stop]]:
-    """Hold the lease of a run; give its heartbeat, and a ``stop`` that raises if another process takes the run over."""
-    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
-
-        def ended() -> bool:
-            heartbeat.check()
-            return stop is not None and stop()
-
-        yield heartbeat, ended
+def _owning(target: Storage) -> contextlib.closing[Heartbeat]:
+    """Hold the lease of a run; `Heartbeat.check` raises once another process has taken it over."""
+    return contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex()))))
 
 
 def _admit(there: Catalog, names: Iterable[str], heartbeat: Heartbeat) -> None:
@@ -295,7 +287,7 @@ def _copy_rest(
         marks: etags of the loose files at the target as earlier copies have left them; those of this copy replace them.
         same_run: the target is this run already: its reports, fences and logs are of an earlier copy.
         overwrite: replace loose files that somebody else has written.
-        stop: as for `copy_run`.
+        stop: raises once the lease is lost.
     """
     trees = ("", REPORTS, LOGS)
     infos = [info for tree in trees for info in target.list(tree, recursive=bool(tree))]

@@ -26,7 +26,7 @@ _NUM_UPLOADS = 2
 _BIG = 4 << 20
 
 Progress = Callable[[int], None]
-Stop = Callable[[], bool]
+Stop = Callable[[], object]  # a true value ends the transfer, as an error does that it raises
 Trust = Literal["size", "name", "digest"]
 """What tells that a file of the right size at the target is the one to be brought; see `Sender.bring`."""
 WINDOW = 8 << 20

@@ -193,11 +193,11 @@ class DirectoryCheckpoints:
             save_id = session.next_save_id()
             staged, owned = (source, True) if move else self._stage(source, session, save_id)
             lost = partial(self._lose, source, staged)
-            save = session.save_directory(
-                [IngestSource(rank=0, path=staged or source, owned=owned)], save_id=save_id, step=step, epoch=epoch,
-                metrics=scalars(metrics), world_size=current_ranks().world_size,
-                committed=partial(self._committed, staged), lost=lost,
+            save = RunSave(
+                step=step, epoch=epoch, metrics=scalars(metrics), committed=partial(self._committed, staged), lost=lost,
             )  # fmt: skip
+            sources = [IngestSource(rank=0, path=staged or source, owned=owned)]
+            session.save_directory(sources, save, save_id=save_id, world_size=current_ranks().world_size)
             self._of_step[step], self._has_added = save.name, True
         if staged is None:
             session.settle()

@@ -82,18 +82,11 @@ class RunView:
         loads: list[Callable[[], Any]] = [lambda: RunIndex.load(storage), self._names]
         loaded: tuple[RunIndex, set[str]] = tuple(together(storage, loads))
         self.index, names = loaded
-        self.fence: Fence | None = None
-        self.void: list[str] = []
         self._doomed = frozenset(doomed)
         self.rebuilt = False
         self.holds_resumed = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
         self._read_notes: tuple[Any, tuple[tuple[Rollback, ...], str | None]] = (None, ((), None))
-        self.corrupt: dict[str, str] = {}
-        self.incomplete: list[str] = []
-        self.foreign: list[str] = []
-        self.others: dict[str, Manifest] = {}
-        self.guests: dict[str, str] = {}
         if self.index.damage is None:
             self.refresh(names)
         else:
@@ -102,16 +95,25 @@ class RunView:
     def refresh(self, names: set[str] | None = None) -> None:
         """Drop rows of removed checkpoints, read new ones; without ``names`` from a listing made just now, make one."""
         names = self._names() if names is None else names
-        self.fence = newest_fence(self.storage, self._fences) if self._fences else None
+        self._begin_look()
         for outside in self._outside():
             self.index.rows.pop(outside, None)
-        self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
         self.look_again(sorted(self.index.rows.keys() - names))  # a listing may be older than run.json
         manifests = self._classify_all(sorted(names - self.index.rows.keys()))
         for name in self._enter(manifests):
             self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound by now
         self._reread_changed()
         self._settle_quarantine()
+
+    def _begin_look(self) -> None:
+        """Read the fence, and forget what was found out about names without a row."""
+        self.fence: Fence | None = newest_fence(self.storage, self._fences) if self._fences else None
+        self.corrupt: dict[str, str] = {}
+        self.incomplete: list[str] = []
+        self.foreign: list[str] = []
+        self.others: dict[str, Manifest] = {}
+        self.void: list[str] = []
+        self.guests: dict[str, str] = {}
 
     def _enter(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Add rows for the checkpoints of this run that count; return their names."""
@@ -132,8 +134,7 @@ class RunView:
         if not self.index.run_id:
             self.index.rebuild_attempts()
         self.index.rows.clear()
-        self.corrupt, self.incomplete, self.foreign, self.others, self.void, self.guests = {}, [], [], {}, [], {}
-        self.fence = newest_fence(self.storage, self._fences) if self._fences else None
+        self._begin_look()
         manifests = self._classify_all(sorted(names))
         if manifests and not self.index.run_id:
             # The run id is lost: it is that of most checkpoints here, on a tie that of the newest.

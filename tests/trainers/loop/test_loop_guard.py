@@ -186,7 +186,7 @@ def test_the_same_trainer_trains_no_more(tmp_path: Path) -> None:
 def test_an_epoch_that_is_left_out_whole_is_passed_over(tmp_path: Path) -> None:
     """Training goes on with the next one."""
     trainer = plain(tmp_path, save_interval="1ba", guard=hf.Guard(), autoresume=True)
-    trainer.state.dataset_state.leave_out([BatchSpan("train", 0, 0, 6)])
+    trainer.state.dataset_state.left_out.spans.update([BatchSpan("train", 0, 0, 6)])
     trainer.fit()
     assert [trainer.state.timestamp.count(unit) for unit in ("batch", "epoch")] == [6, 2]
 

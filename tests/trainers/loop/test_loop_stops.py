@@ -194,7 +194,7 @@ def test_a_signal_after_the_last_batch_where_one_is_left_out(tmp_path: Path) -> 
     """The epoch is at its end with one batch less: the next life ends it once, the one after has nothing to do."""
     options = {"save_interval": "100ba", "save_filename": "ba{batch}", "max_duration": "2ep", "autoresume": True}
     first = plain(tmp_path, callbacks=Term("batch_checkpoint", 11), **options)
-    first.state.dataset_state.leave_out([BatchSpan("train", 1, 0, 1)])
+    first.state.dataset_state.left_out.spans.update([BatchSpan("train", 1, 0, 1)])
     left_with_85(first)
     _, seen = two_lives(tmp_path, ["BATCH_START", "EPOCH_END", "FIT_END"], **options)
     assert seen == [[0, 1, 1], [0, 0, 0]]

@@ -18,7 +18,7 @@ from torch import nn
 from ..tree import arrays, objects, rng
 from ..tree.arrays import is_spread, local_tensor, spread_types
 from ..tree.objects import ask_in_order, is_plain, live_names, parameter_names, state_of, to_positions
-from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
+from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef, remade
 from .match_objects import match_module, match_optimizer, match_wrapper, own_part
 from .match_plan import MatchPlan, derive_generators, kind_of, match_per_rank, match_rng, note_apart
 
@@ -155,9 +155,7 @@ class Matcher(MatchPlan):
         names = getattr(live, "_fields", range(len(live)))
         rows = zip(names, live, saved, strict=True)
         items = [self.match(value, stored, f"{path}/{name}") for name, value, stored in rows]
-        if isinstance(live, deque):
-            return deque(items, live.maxlen)
-        return live._make(items) if hasattr(live, "_make") else type(live)(items)
+        return remade(live, items)
 
     # -- leaves
 
@@ -272,9 +270,7 @@ class Matcher(MatchPlan):
         if _is_sequence(saved) and isinstance(live, (list, tuple, deque)) and len(saved) == len(live):
             pairs = enumerate(zip(saved, live, strict=True))
             items = [self._chosen(value, mine, f"{path}/{number}") for number, (value, mine) in pairs]
-            if isinstance(saved, deque):
-                return deque(items, saved.maxlen)
-            return saved._make(items) if hasattr(saved, "_make") else type(saved)(items)
+            return remade(saved, items)
         return saved if self.takes(path) else live
 
     def _note(self, path: str, problems: list[str]) -> None:

@@ -317,7 +317,9 @@ def _is_same(first: Any, other: Any, pairs: list[tuple[TensorRef, TensorRef]]) -
 
 
 def _has_same_bits(first: torch.Tensor, other: torch.Tensor) -> bool:
-    return first.dtype == other.dtype and first.shape == other.shape and arrays.same_bits(first, other)
+    if first.dtype != other.dtype or first.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, other)))
 
 
 def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:

@@ -12,7 +12,7 @@ import os
 import re
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -34,7 +34,7 @@ from ..tree.values import Attrs, ObjectNode, PerRank, fill
 from .match import Matcher, holds_live
 from .match_plan import Problems
 from .reader import read_tensors
-from .selection import Selection, of_one_name_each
+from .selection import Fit, Selection, of_one_name_each
 from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored
 from .targets import CheckingReader, ReadRequest, Targets
@@ -70,13 +70,8 @@ class Loaded:
 def load_state(
     storage: Storage | Stored,
     into: Mapping[Any, Any] | None = None,
+    fit: Fit = Fit(),  # noqa: B008 - frozen
     *,
-    only: str | Iterable[str] | None = None,
-    skip: str | Iterable[str] | None = None,
-    strict: bool = True,
-    lenient: Iterable[str] = (),
-    allow_missing: Iterable[str] = (),
-    rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     map_location: torch.device | str | None = None,
     verify: bool = True,
@@ -84,57 +79,46 @@ def load_state(
     world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
     swap: Swap | None = None,
-    idle_names: bool = False,
-    added: Callable[[Any], Collection[str]] | None = None,
-    apart: tuple[int, ...] | None = None,
-    bookkeeping: str | None = None,
 ) -> Loaded:
     """Load the checkpoint at the root of ``storage``, or an opened checkpoint. See `holdfast.load` for the arguments.
 
-    ``lenient`` gives names or globs of entries that need not fit: those that do not are listed as not restored. With
-    ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for another
-    number of ranks than have saved. With ``swap`` all ranks load together, and the ranks of one machine read once what
-    several of them need. ``idle_names`` allows ``only``, ``skip`` and ``rename`` to name entries that nobody has: a run
-    that is started again with the same arguments has renamed or left them out already. ``added`` finds, in the stored
-    tree, the paths of values that came into the state in training: if ``into`` lacks them, they come back as values.
-    ``apart`` are the ranks that hold the same as this rank, where others hold other entries (None: all hold the same):
-    then the checkpoint may have entries that ``into`` lacks. With ``swap`` some rank must hold each of them.
-    ``bookkeeping`` is the entry that a run adds to its checkpoints, which ``into`` need not have.
+    With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for
+    another number of ranks than have saved. With ``swap`` all ranks load together, and the ranks of one machine read
+    once what several of them need.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
         CorruptCheckpointError: bytes differ from their digests.
     """
-    selection = Selection(only, skip, rename)
-    allowed = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
+    selection = Selection(fit.only, fit.skip, fit.rename)
     device = None if map_location is None else torch.device(map_location)
-    others = _Others(apart, rank, swap)
+    others = _Others(fit.apart, rank, swap)
     try:
         stored = storage
         if not isinstance(stored, Stored):
             stored = open_stored(stored, rank=rank, world_size=world_size, own_first=into is not None)
         if into is None:
-            if not idle_names:
+            if not fit.idle_names:
                 selection.check(paths(stored))
             tree, requests = _plan_fresh(stored, selection, dtype, device)
             matcher = None
         else:
             matcher = Matcher(
-                stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device,
-                added=frozenset(added(stored.tree) if added is not None else ()),
+                stored, selection, allow_missing=fit.allow_missing, cast=dtype, rank=rank, device=device,
+                added=frozenset(fit.added(stored.tree) if fit.added is not None else ()),
             )  # fmt: skip
             state = matcher.run(into)
-            if not idle_names:
+            if not fit.idle_names:
                 selection.check(paths(stored))
-            if stored.manifest.run_id and bookkeeping in matcher.problems.unexpected:
-                matcher.problems.unexpected.remove(bookkeeping)
+            if stored.manifest.run_id and fit.bookkeeping in matcher.problems.unexpected:
+                matcher.problems.unexpected.remove(fit.bookkeeping)
             read_apart = partial(_read_apart, stored, verify=verify)
             matcher.problems.wrong += matcher.other_values(read_apart)
             clashes = matcher.targets.clashes(read_apart)
             matcher.problems.wrong += [f"{selection.renamed(name)}: {why}" for name, why in clashes]
             requests = matcher.targets.requests
             others.take(matcher)
-            if strict and (refused := matcher.problems.without(tuple(lenient))):
+            if fit.strict and (refused := matcher.problems.without(tuple(fit.lenient))):
                 raise _mismatch(refused, stored.storage.uri, names=list(into))
         digests = stored.digests_of({request.file for request in requests}) if verify else None
     except Exception:

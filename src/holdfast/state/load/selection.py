@@ -1,14 +1,49 @@
-"""Which names of a checkpoint a load takes, and what they are called on the other side."""
+"""Which names of a checkpoint a load takes, what they are called on the other side, and how both have to fit."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from holdfast.errors import ConfigError
 
-__all__ = ["Selection", "covers", "of_one_name_each"]
+__all__ = ["Fit", "Selection", "covers", "of_one_name_each"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a checkpoint has to fit the state that it is loaded into.
+
+    Attributes:
+        only: names or globs of what is loaded; None: everything.
+        skip: names or globs of what is not.
+        rename: globs of stored names -> names in the state.
+        idle_names: ``only``, ``skip`` and ``rename`` may name entries that nobody has: a run that is started again with
+            the same arguments has renamed or left them out already.
+        strict: refuse any difference.
+        lenient: names or globs of entries that need not fit: those that do not are listed as not restored.
+        allow_missing: names or globs of what the checkpoint need not have.
+        added: finds, in the stored tree, the paths of values that came into the state in training: where the state
+            lacks them, they come back as values.
+        apart: the ranks that hold the same as this rank, where others hold other entries: then the checkpoint may have
+            entries that the state lacks; where all ranks load together some rank must hold each of them. None: all
+            hold the same.
+        bookkeeping: the entry that a run adds to its checkpoints, which the state need not have.
+    """
+
+    only: str | Iterable[str] | None = None
+    skip: str | Iterable[str] | None = None
+    rename: Mapping[str, str] | None = None
+    idle_names: bool = False
+    strict: bool = True
+    lenient: Iterable[str] = ()
+    allow_missing: tuple[str, ...] = ()
+    added: Callable[[Any], Collection[str]] | None = None
+    apart: tuple[int, ...] | None = None
+    bookkeeping: str | None = None
 
 
 def covers(patterns: Iterable[str], path: str) -> bool:

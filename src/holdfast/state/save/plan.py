@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Assignment", "FileLayout", "Layout", "Signature", "divide", "fits", "plan", "share_of", "signature"]
 
 BLOCK = 4096  # alignment of direct I/O and of every file in the arena
+MIN_WINDOW = 1 << 20
 _OWN_FILE = 1 << 20  # items below this size share the file "state", unless they are modules
 _LOOSE = "state"
 FROZEN = ".frozen"

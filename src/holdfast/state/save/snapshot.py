@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -21,33 +20,32 @@ from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
-from holdfast.errors import ConfigError, DroppedSaveError, HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK, DIGEST_BYTES, num_chunks
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
-from holdfast.writer.conversation import PendingCall, WindowsLostError
+from holdfast.writer.conversation import PendingCall
 from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
 from ..tree.objects import Modules, has_objects, parameter_names
-from .plan import FileLayout, Layout, fits, plan, signature
-from .staging import AsideCopy, StateCopy, copy_window, sampled, stage
+from .plan import MIN_WINDOW, Layout, fits, plan, signature
+from .staging import StateCopy, sampled, stage
 
 if TYPE_CHECKING:
     from holdfast.model_files import ModelFiles
 
     from .device_copies import DeviceCopies
+    from .windows import AsideCopy
 
 __all__ = ["Snapshotter"]
 
 _LOG = get_logger("state")
-MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
-_ANSWER_S = 1.0  # between the answer to a window and the end of its save
 _SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
@@ -433,13 +431,12 @@ class Snapshotter:
         self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], PendingCall]
     ) -> PendingCall:
         """Send everything through an arena that is smaller than the state."""
-        arena = self._window_arena()
-        save = submit(arena)
+        from .windows import WindowStream, copy_window  # here and below: of states that are small, or fit, none is used
 
-        def fill(file: FileLayout, start: int, size: int, address: int) -> None:
-            copy_window(layout, file, flat.tensors, start=start, size=size, address=address)
-
-        self._stream(layout, client, save, arena, fill)
+        if self.arena is None:
+            self.arena = Arena.create(int(self._bound) // MIN_WINDOW * MIN_WINDOW)
+        save = submit(self.arena)
+        WindowStream(layout, client, self.arena, self.timeout_s).send(save, partial(copy_window, flat.tensors))
         return save
 
     def _copy(
@@ -479,6 +476,8 @@ class Snapshotter:
         self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], PendingCall]
     ) -> PendingCall:
         """Copy the state into private memory while a thread already sends it through a small arena."""
+        from .windows import AsideCopy
+
         copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)  # before the job is submitted: that waits for its windows
         window: Arena | None = None
         thread: threading.Thread | None = None
@@ -507,7 +506,9 @@ class Snapshotter:
 
     def _send(self, layout: Layout, client: WriterClient, save: PendingCall, copy: AsideCopy, window: Arena) -> None:
         try:
-            self._stream(layout, client, save, window, copy.fill, again=False)
+            from .windows import WindowStream
+
+            WindowStream(layout, client, window, self.timeout_s).send(save, copy.fill, again=False)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
             _LOG.debug("the first save was not sent: %s", error)
             return
@@ -682,91 +683,6 @@ class Snapshotter:
         if self.arena is None:
             self.arena = self._more(layout)
         return self.arena
-
-    def _window_arena(self) -> Arena:
-        if self.arena is None:
-            self.arena = Arena.create(int(self._bound) // MIN_WINDOW * MIN_WINDOW)
-        return self.arena
-
-    def _stream(
-        self,
-        layout: Layout,
-        client: WriterClient,
-        save: PendingCall,
-        arena: Arena,
-        fill: Callable[[FileLayout, int, int, int], None],
-        *,
-        again: bool = True,
-    ) -> None:
-        """Send the state window by window; two windows take turns, so copying and writing overlap.
-
-        If the writer dies meanwhile, the one that is started in its place gets everything from the first window.
-
-        Args:
-            layout: the files of the save.
-            client: the writer.
-            save: the windowed job.
-            arena: room for two windows.
-            fill: called with a file, first byte, number of bytes and the address to copy them to.
-            again: what was sent can be sent once more.
-        """
-        try:
-            while True:
-                try:
-                    self._send_all(layout, client, save, arena, fill)
-                    client.seal(save)
-                    return
-                except WindowsLostError as error:
-                    if not again:
-                        why = DroppedSaveError(f"{error}; what it had got is no longer in memory")
-                        client.abandon(save, why)
-                        raise
-                    client.begin_again(save)
-        except HoldfastError as error:
-            # A window may be refused because its save has failed, which is heard of a moment later.
-            wait([save], timeout=_ANSWER_S)
-            cause = save.exception() if save.done() else None
-            client.abandon(save)
-            if cause is not None:
-                raise cause from error
-            raise
-        except BaseException:
-            client.abandon(save)
-            raise
-
-    def _send_all(
-        self,
-        layout: Layout,
-        client: WriterClient,
-        save: PendingCall,
-        arena: Arena,
-        fill: Callable[[FileLayout, int, int, int], None],
-    ) -> None:
-        window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
-        slots = deque([0, window])
-        waiting: deque[tuple[Future[None], int]] = deque()
-        for number, file in enumerate(layout.files):
-            for start in range(0, file.padded, window):
-                if not slots:
-                    done, slot = waiting.popleft()
-                    self._taken(done)
-                    slots.append(slot)
-                slot = slots.popleft()
-                size = min(window, file.padded - start)
-                fill(file, start, size, arena.address + slot)
-                sent = client.window(save, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
-                waiting.append((sent, slot))
-        for done, _ in waiting:
-            self._taken(done)
-
-    def _taken(self, window: Future[None]) -> None:
-        wait([window], timeout=self.timeout_s)
-        if not window.done():
-            raise HoldfastError(
-                f"a part of this save is not written after {self.timeout_s:.0f} s (timeout_s): the storage is stuck or "
-                "very slow; training cannot count on it"
-            )
-        window.result()
 
 
 def _gradient_bytes(state: Mapping[Any, Any]) -> int:

@@ -3,13 +3,6 @@
 Copies are plain ``memmove`` calls of our own: large ones in chunks shared with one helper thread, small ones in a
 loop. torch's parallel copies are avoided on purpose: they collapse when another core is busy (measured: 0.77 s
 against 0.10 s for 1.4 GiB).
-
-The first big save of a process goes from both ends at once (`AsideCopy`), because neither of two ways is fast alone.
-The arena that later saves use does not exist yet, and making its pages costs more than the whole copy. Two ways need no
-such arena: send the state window by window through a small arena (as fast as the storage), or copy it into private
-memory (as fast as the system makes fresh pages; 0.5 to 2 GiB/s were seen). So a thread sends windows from the front,
-straight from the live tensors, while the caller copies windows from the back. When they meet, training goes on, and the
-thread sends the copied windows.
 """
 
 from __future__ import annotations
@@ -25,7 +18,6 @@ from typing import Any
 import torch
 
 from holdfast._fork import after_fork_in_child
-from holdfast.errors import HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import chunk_digests
 from holdfast.storage.together import SerialExecutor, wait_out
@@ -33,9 +25,9 @@ from holdfast.writer.arena import Arena
 
 from ..tree.arrays import move, move_small
 from ..tree.flatten import Flat
-from .plan import FileLayout, Layout
+from .plan import Layout
 
-__all__ = ["AsideCopy", "StateCopy", "copy_window", "fingerprints", "sampled", "stage"]
+__all__ = ["StateCopy", "fingerprints", "sampled", "stage"]
 
 _CHUNK = 8 << 20  # large copies are handed out in pieces of this size
 _SHARE = 32 << 20  # below this a second thread costs more than it brings
@@ -108,46 +100,6 @@ def arena_tensor(view: memoryview, offset: int, size: int, like: torch.Tensor) -
     return flat.view(like.dtype).view(like.shape)
 
 
-def copy_window(
-    layout: Layout, file: FileLayout, tensors: Sequence[torch.Tensor], *, start: int, size: int, address: int
-) -> None:
-    """Copy bytes ``start : start + size`` of one file into a window of a small arena (bounded-memory mode).
-
-    Args:
-        layout: where each tensor goes.
-        file: the file whose bytes are wanted.
-        tensors: the live tensors, in the order of the layout.
-        start: first byte within the file.
-        size: number of bytes, up to the padded end of the file.
-        address: address the first byte goes to.
-    """
-    if (end := file.size - start) < size:
-        ctypes.memset(address + end, 0, size - end)  # the padding of the last block
-    for source, first, nbytes in file.segments_between(start, start + size):
-        low, high = max(first, start), min(first + nbytes, start + size)
-        if isinstance(source, bytes):
-            ctypes.memmove(address + low - start, source[low - first : high - first], high - low)
-            continue
-        tensor = tensors[source].detach()
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            # Only the part that belongs to the window is made contiguous, whatever the size of the tensor.
-            width = tensor.element_size()
-            flat = _elements(tensor, (low - first) // width, -(-(high - first) // width))
-            skip = (low - first) % width
-            move(address + low - start, flat.data_ptr() + skip, high - low)
-        else:
-            move(address + low - start, tensor.data_ptr() + low - first, high - low)
-
-
-def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return elements ``start:stop`` of a tensor in row-major order as a contiguous CPU tensor."""
-    if tensor.dim() == 0:
-        return tensor.resolve_conj().resolve_neg().cpu().reshape(1)
-    row = max(1, tensor[0].numel()) if tensor.shape[0] else 1
-    rows = tensor[start // row : -(-stop // row)].resolve_conj().resolve_neg()
-    return rows.contiguous().cpu().reshape(-1)[start - start // row * row :]
-
-
 class _Copies:
     """Large copies that two threads take in order, and the byte up to which all of them are done."""
 
@@ -203,111 +155,6 @@ def _forget_helper() -> None:
     """Drop the helper after a fork: its thread does not exist in the child."""
     global _helper, _helper_lock
     _helper, _helper_lock = None, threading.Lock()  # another thread may have held it
-
-
-class AsideCopy:
-    """Windows of a state, each taken by one of two sides: sent from the live tensors, or copied into private memory.
-
-    Two threads use it: the owner of the tensors calls `copy`, the other thread calls `fill` for every window in order,
-    then `close`.
-
-    Args:
-        layout: where each tensor goes.
-        tensors: the live tensors, in the order of the layout.
-        window: bytes of a window.
-    """
-
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], window: int) -> None:
-        self._layout, self._tensors = layout, tensors
-        self._left = deque(
-            (file, start, min(window, file.padded - start))
-            for file in layout.files
-            for start in range(0, file.padded, window)
-        )
-        self._changed = threading.Condition()
-        self._filling = False  # the front reads live tensors
-        self._done = self._broken = False
-        self._memory = Arena.private(layout.arena_bytes)
-        try:
-            self._helper = SerialExecutor("holdfast-first-copy")
-        except BaseException:
-            self._memory.close()
-            raise
-
-    def copy(self) -> None:
-        """Copy windows from the back until the front is met. The tensors may change when this returns, or raises."""
-        try:
-            other = self._helper.run(self._copy_from_back)
-            self._copy_from_back()
-            other.result()
-        except BaseException:
-            self._broken = True
-            raise
-        finally:
-            self._end()
-            self._let_go()
-
-    def give_up(self) -> None:
-        """Mark the copy as incomplete: the next `fill` of a window that is not copied raises."""
-        self._broken = True
-        self._end()
-
-    def _end(self) -> None:
-        self._left.clear()
-        with self._changed:
-            self._done = True
-            self._changed.notify_all()
-
-    def _let_go(self) -> None:
-        """Wait until no thread reads the tensors, at most a piece each. A Ctrl-C waits for that as well."""
-
-        def wait() -> None:
-            self._helper.close()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._filling)
-
-        wait_out(wait)
-
-    def _copy_from_back(self) -> None:
-        while True:
-            try:
-                file, start, size = self._left.pop()
-            except IndexError:
-                return
-            address = self._memory.address + file.arena_offset + start
-            copy_window(self._layout, file, self._tensors, start=start, size=size, address=address)
-
-    def fill(self, file: FileLayout, start: int, size: int, address: int) -> None:
-        """Put the next window at an address: from the live tensors if it is not copied yet, else from the copy.
-
-        Raises:
-            HoldfastError: the copying was interrupted.
-        """
-        with self._changed:
-            try:
-                self._left.popleft()
-            except IndexError:  # the sides have met
-                self._changed.wait_for(lambda: self._done)
-            else:
-                self._filling = True
-        if not self._filling:
-            if self._broken:
-                raise HoldfastError("the state was not copied to its end: this save is given up")
-            move(address, self._memory.address + file.arena_offset + start, size)
-            return
-        try:
-            copy_window(self._layout, file, self._tensors, start=start, size=size, address=address)
-        finally:
-            with self._changed:
-                self._filling = False
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Give the memory back once no thread copies into it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._done)
-        self._helper.close()
-        self._memory.close()
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:

@@ -58,12 +58,6 @@ def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
     return True
 
 
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two dense tensors of one dtype and shape have the same bytes."""
-    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
-    return torch.equal(*bits)
-
-
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Refuse a tensor whose bytes cannot be stored as they are.
 

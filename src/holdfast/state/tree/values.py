@@ -197,10 +197,17 @@ def fill(value: Any, per_rank: dict[str, Any] | None) -> Any:
         items = [fill(item, per_rank) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return remade(value, items)
     if type(value) in (set, frozenset) and any(isinstance(item, (TensorRef, ObjectNode)) for item in value):
         return type(value)(fill(item, per_rank) for item in value)
     return value
+
+
+def remade(sequence: Any, items: list[Any]) -> Any:
+    """Return items in a list, tuple or deque of the same kind as another one."""
+    if isinstance(sequence, deque):
+        return deque(items, sequence.maxlen)
+    return sequence._make(items) if hasattr(sequence, "_make") else type(sequence)(items)
 
 
 def _tensor(ref: TensorRef) -> Any:

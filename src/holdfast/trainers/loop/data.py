@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast._log import get_logger
 from holdfast.checkpointer.guard import Judge
+from holdfast.checkpointer.ledger import LeftOut
 from holdfast.checkpointer.metrics import plain_metrics
 from holdfast.errors import ConfigError
 from holdfast.run.data_ring import BatchSpan
@@ -89,7 +90,7 @@ class DataPosition:
         self.stage = ""
         self.evaluated: dict[str, Mapping[str, Any]] = {}
         self.judge: Judge | None = None
-        self._left_out: set[BatchSpan] = set()  # batches that no life trains
+        self.left_out = LeftOut(world_size)
         self._rank, self._world_size = rank, world_size
         self._stored: Mapping[str, Any] | None = None
         self._live: ResumableBatches | None = None
@@ -142,7 +143,8 @@ class DataPosition:
         left, rest = num_batches(live), range(self._trained[1], live.batches)
         if left is None:
             return False
-        return left + len(rest) == len({place for place in self._places(epoch) if place >= self._trained[1]})
+        places = self.left_out.of_epoch(_NAME, epoch)
+        return left + len(rest) == len({place for place in places if place >= self._trained[1]})
 
     def num_batches(self, loader: Any) -> int | None:
         """Return how many batches an epoch has on this rank; None if the loader cannot tell."""
@@ -176,9 +178,7 @@ class DataPosition:
         """
         if self._drawn is not None:  # by a fit() that was left before it was trained
             return self._drawn
-        while self._left_out and any(
-            span[:2] == (_NAME, live.epoch) and span.first <= live.batches < span.end for span in self._left_out
-        ):
+        while self.left_out.spans and self.left_out.covers(_NAME, live.epoch, live.batches):
             with generators_kept():
                 if next(source, end) is end:
                     return end, live.samples
@@ -189,16 +189,8 @@ class DataPosition:
     @property
     def num_left_out(self) -> int:
         """How many batches of this epoch, or of the one that training goes on in, are left out, on this rank."""
-        return len(self._places((self._stored or {}).get("epoch") if self._live is None else self._live.epoch))
-
-    def _places(self, epoch: Any) -> set[int]:
-        """Return which batches of an epoch are left out."""
-        spans = (range(span.first, span.end) for span in self._left_out if span[:2] == (_NAME, epoch))
-        return set().union(*spans)
-
-    def leave_out(self, spans: Iterable[BatchSpan]) -> None:
-        """Train these batches no more."""
-        self._left_out.update(spans)
+        epoch = (self._stored or {}).get("epoch") if self._live is None else self._live.epoch
+        return len(self.left_out.of_epoch(_NAME, epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last trained batch."""
@@ -207,7 +199,7 @@ class DataPosition:
             train = with_ranks_apart(train)
         return {
             "train": train, "eval": {}, "stage": self.stage, "evaluated": plain_metrics(self.evaluated),
-            "left_out": [self._world_size, [list(span) for span in sorted(self._left_out)]],
+            "left_out": self.left_out.state_dict(),
             "guard": None if self.judge is None else self.judge.state_dict(),
         }  # fmt: skip
 
@@ -216,9 +208,7 @@ class DataPosition:
         train = state["train"]
         self._stored, self._live, self._drawn = None if train is None else of_this_rank(train), None, None
         self.stage, self.evaluated = state.get("stage", ""), dict(state.get("evaluated", {}))
-        num_ranks, left_out = state.get("left_out", (0, ()))
-        if num_ranks == self._world_size:  # each rank counts its own batches
-            self.leave_out(map(BatchSpan.from_json, left_out))
+        self.left_out.load_state_dict(state.get("left_out", (0, ())))
         if self.judge is not None:
             self.judge.load_state_dict(state.get("guard"))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from holdfast.checkpointer.boundaries import leave_for_alarm
+from holdfast.checkpointer.boundaries import decide_at_stop, leave_for_alarm
 from holdfast.checkpointer.guard import GuardWatch, Judge
 from holdfast.checkpointer.pending_saves import PendingSaves
 from holdfast.checkpointer.rank_group import RankGroup, agreed
@@ -324,9 +324,7 @@ class TrainerGuard:
             return
         if self._state.ranks.world_size == 1:
             self.leave(status)
-        self.left_for = watch.alarm.why if watch.alarm is not None else ""  # if that raises, nothing is rescued
-        watch.decide()  # all ranks save this batch, and the next start goes back behind it
-        self.left_for = ""
+        decide_at_stop(watch, note=partial(setattr, self, "left_for"))
 
     def judge_rest(self) -> None:
         """Training is done: leave, as `leave` does, if one of the last values is bad; all ranks call it."""

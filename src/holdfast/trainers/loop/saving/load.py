@@ -17,7 +17,7 @@ from holdfast.checkpointer.run_session import answer
 from holdfast.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.state.load.restore import load_state, paths
-from holdfast.state.load.selection import covers
+from holdfast.state.load.selection import Fit, covers
 from holdfast.state.load.stored import Stored, open_stored
 from holdfast.state.tree import rng
 from holdfast.state.tree.objects import is_metric
@@ -219,7 +219,7 @@ def _fresh(stored: Stored, ranks: Ranks, options: LoadOptions) -> dict[str, Any]
         generators = dict.fromkeys(range(saved_by), own)  # by rank
         if stored.resized is not None:  # as in a load of all: these ranks show which generators were in step
             sampled = sorted({0, 1, saved_by - 1} & stored.parts.keys())
-            states = [load_state(open_stored(place, rank=rank), only="rng").state["rng"] for rank in sampled]
+            states = [load_state(open_stored(place, rank=rank), fit=Fit(only="rng")).state["rng"] for rank in sampled]
             generators = {**dict.fromkeys(range(saved_by), states[-1]), **dict(zip(sampled, states, strict=True))}
         found["rng"] = [generators[rank] for rank in range(saved_by)]
     return found
@@ -284,12 +284,13 @@ def _load_stored(
     _mark_metrics(live["state"], saved, stored.per_rank or {})
     try:
         with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:
-            only = None if full else ["state/model"]
-            loaded = load_state(
-                stored, live, only=only, skip=skip or None, idle_names=bool(skip), lenient=lenient, progress=progress,
-                verify=verify, rank=ranks.rank, world_size=ranks.world_size,
+            fit = Fit(
+                only=None if full else ["state/model"], skip=skip or None, idle_names=bool(skip), lenient=lenient,
                 added=lambda _: {f"state/{name}" for name in saved if full and name not in live["state"]},
             )  # fmt: skip
+            loaded = load_state(
+                stored, live, fit, progress=progress, verify=verify, rank=ranks.rank, world_size=ranks.world_size
+            )
     except StateMismatchError as error:
         raise _in_our_words(error, place.uri, uri, options.advice) from None
     empty = {f"state/{name}" for name, value in live["state"].items() if isinstance(value, Mapping) and not value}

@@ -20,7 +20,7 @@ import xxhash
 from holdfast._log import get_logger
 from holdfast._meant import removed
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S, PendingSaves, passing_error, state_of
+from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S, PendingSaves, RunSave, passing_error, state_of
 from holdfast.config import Guard, Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
@@ -503,14 +503,13 @@ class CheckpointSaver(Callback):
             return
         if context.guard is not None:
             context.guard.check(waits=True)
-        about, extra = self._described()
-        name, destinations = self.names.at(state.timestamp), self.names.destinations(state.timestamp)
+        metrics, destinations = self._metrics(), self.names.destinations(state.timestamp)
         if last is not None:
-            name, destinations = last.entry.name, last.destinations
-            about["metrics"] = {**last.entry.metrics, **about["metrics"]}  # a resumed state has no loss yet
+            metrics, destinations = {**last.entry.metrics, **metrics}, last.destinations  # resumed, it has no loss
+        save = self._described(metrics, name=None if last is None else last.entry.name)
         saved = FolderEntry(
-            name=name, container=self.container, attempt=self.place.attempt, step=batch,
-            created=time.time(), weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
+            name=save.name, container=self.container, attempt=self.place.attempt, step=batch, created=time.time(),
+            weights_only=self.weights_only, epoch=state.timestamp.count("epoch"), metrics=metrics,
         )  # fmt: skip
         context.flush_logs()
         if self.model_files is not None and saved.name in self._in_place:
@@ -528,35 +527,35 @@ class CheckpointSaver(Callback):
         with context.holding(), state.as_in_training() if self.is_full else contextlib.nullcontext():
             if last is not None:
                 self._saves.replace(last)
-            self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
+            self._saves.save(save, self._live(), after=committed)
         self._last = LastSave(saved, destinations, stage, self.pending.parent)
         if last is not None:
             self._last = self._last._replace(stage=self._stage, parent=last.parent)
 
-    def _described(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return step, epoch and metrics of this moment, and what its manifest says beside them."""
-        context, state = self._context, self._context.state
-        now, watched = state.timestamp, {}
-        if context.guard is not None:
-            watched = context.guard.value_at(now.count("batch"))
-        metrics = {**metrics_of(state), **watched}
-        about = {"step": now.count("batch"), "epoch": now.count("epoch"), "metrics": metrics}
-        content = "weights" if self.weights_only else "full"
-        return about, {"content": content, "training": context.training_of(is_source=self._is_source)}
+    def _metrics(self) -> dict[str, Any]:
+        guard = self._context.guard
+        return {**metrics_of(self._context.state), **({} if guard is None else guard.value_at(self._batch))}
+
+    def _described(self, metrics: Mapping[str, Any], *, name: str | None = None) -> RunSave:
+        """Return what is known of a save of this moment; it replaces what has its name."""
+        now, content = self._context.state.timestamp, "weights" if self.weights_only else "full"
+        return RunSave(
+            step=now.count("batch"), epoch=now.count("epoch"), metrics=metrics, name=name or self.names.at(now),
+            overwrite=True,
+            extra={"content": content, "training": self._context.training_of(is_source=self._is_source)},
+        )  # fmt: skip
 
     def _keep(self) -> None:
         """Keep the state of this moment in memory, once, unless it is saved."""
         assert self._saves is not None
-        about, extra = self._described()
-        if about["step"] in (self._last_batch, self._last_kept):
+        if self._batch in (self._last_batch, self._last_kept):
             return
         if self._context.guard is not None and not self._context.guard.keeping():
             return
-        self._last_kept = about["step"]
+        self._last_kept = self._batch
         self._context.flush_logs()
-        name = self.names.at(self._context.state.timestamp)
         with self._context.holding():
-            if not self._saves.keep(name, self._live(), about=about, extra=extra):
+            if not self._saves.keep(self._described(self._metrics()), self._live()):
                 self.keeps = None
 
     @property

@@ -457,7 +457,7 @@ class StartingPoint:
         storages = [folder.storage, *(uploader.storage for uploader in saver.uploaders)]
         local, ranks, context = folder.storage, self._context.ranks, self._context
         rollbacks = read_rollbacks(folder.session.opened.notes) if folder.is_run else []
-        context.state.dataset_state.leave_out(left_out_by(rollbacks, num_ranks=ranks.world_size))
+        context.state.dataset_state.left_out.spans.update(left_out_by(rollbacks, num_ranks=ranks.world_size))
         there = ranks.lead("candidates", lambda: self._candidates(saver, storages, rollbacks))
         candidates, context.goes_back = there["rows"], there["goes_back"]
         folder.rise_above(there["attempt"])

@@ -101,32 +101,25 @@ class AsyncSaver:
             elif self._container == "torch" and self._ranks.world_size == 1:  # with more of them it takes a meeting
                 as_torch_file(gathered(expand(live), self._ranks) or {})
 
-    def save(
-        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],
-        after: Callable[[bytes], object],
-    ) -> None:  # fmt: skip
+    def save(self, save: RunSave, live: Mapping[str, Any], *, after: Callable[[bytes], object]) -> None:
         """Start a save; waits for the one before. The caller may change the state when this returns.
 
         Args:
-            name: path inside the folder; a checkpoint there is replaced when this one commits.
+            save: what is known of it; its ``extra`` says its content, "full" or "weights", and its training.
             live: the state in the anatomy of a checkpoint.
-            about: step, epoch and metrics.
-            extra: its content, "full" or "weights", and the training it belongs to.
             after: called on another thread once it is durable, with its manifest; b"" of a single file.
 
         Raises:
             HoldfastError: the save before, or this one, failed.
         """
+        save.lost = _say_lost
+        finish = partial(self._finish, save, after)
         with _in_our_words():
             if self._container != "directory":
-                self._save_file(name, live, about=about, extra=extra, after=after)
+                self._save_file(save, live, finish, after)
                 return
-            finish = partial(self._finish, name, about["step"], after)
-            save = RunSave(
-                name=name, step=about["step"], overwrite=True, extra=extra, lost=_say_lost,
-                follow=lambda durable: self._thread.submit(finish, durable),
-            )  # fmt: skip
-            self._folder.session.save_state(lambda: live, self._snapshotter, **about, save=save, saves=self.pending)
+            save.follow = lambda durable: self._thread.submit(finish, durable)
+            self._folder.session.save_state(lambda: live, self._snapshotter, save, saves=self.pending)
 
     def replace(self, last: LastSave) -> None:
         """Let the next save take the place of the last one, which is waited for, and have the parent of that."""
@@ -134,13 +127,10 @@ class AsyncSaver:
             self.pending.settle()
         self.pending.parent = last.parent
 
-    def keep(
-        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str]
-    ) -> bool:  # fmt: skip
+    def keep(self, save: RunSave, live: Mapping[str, Any]) -> bool:
         """Copy the state as `save` does, for the case that this process dies; False if memory is too short for it."""
         with _in_our_words():
-            save, session = RunSave(name=name, step=about["step"], overwrite=True, extra=extra), self._folder.session
-            return session.keep_state(lambda: live, self._snapshotter, **about, save=save, saves=self.pending)
+            return self._folder.session.keep_state(lambda: live, self._snapshotter, save, saves=self.pending)
 
     def rescue(self, why: str) -> None:
         """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
@@ -151,15 +141,16 @@ class AsyncSaver:
             _LOG.warning("training raised; the state of the last snapshot is saved as %s", name)
 
     def _save_file(
-        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],
+        self, save: RunSave, live: Mapping[str, Any], finish: Callable[[Future[Any]], Any],
         after: Callable[[bytes], object],
     ) -> None:  # fmt: skip
         """Copy the state into a file in memory, and let the writer of rank 0 store it."""
         self.pending.settle()
-        begun = time.perf_counter()
+        save.begun = time.perf_counter()
         note = {
-            "attempt": self._folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
-            "metrics": about["metrics"], "weights_only": extra["content"] == "weights", "training": extra["training"],
+            "attempt": self._folder.attempt, "step": save.step, "epoch": save.epoch, "created": time.time(),
+            "metrics": save.metrics, "weights_only": save.extra["content"] == "weights",
+            "training": save.extra["training"],
         }  # fmt: skip
         found = gathered(expand(live), self._ranks)
         if found is None:  # rank 0 stores it
@@ -168,17 +159,17 @@ class AsyncSaver:
         self._image.take(found, self._container, note)
         future: Future[Any]
         try:
-            future = self._submit(name)
+            future = self._submit(save.name)
         except TRANSIENT_ERRORS as error:
             future = failed(error)
-        future = self._thread.submit(self._finish, name, about["step"], after, future)
-        self.pending.add(RunSave(name=name, step=about["step"], future=future, begun=begun, lost=_say_lost))
+        save.future = self._thread.submit(finish, future)
+        self.pending.add(save)
 
     def _submit(self, name: str) -> Future[Any]:
         assert self._claim is not None
         return self._folder.claims.submit(self._claim, name, self._image)
 
-    def _finish(self, name: str, step: int, after: Callable[[bytes], object], durable: Future[Any]) -> Any:
+    def _finish(self, save: RunSave, after: Callable[[bytes], object], durable: Future[Any]) -> Any:
         """Wait for the commit, and do what comes after it. Runs on our thread."""
         try:
             result = durable.result()
@@ -186,15 +177,15 @@ class AsyncSaver:
             made = self._room_made()
             if self._container == "directory" or not made:  # the room is for the next one: the state has gone on
                 raise
-            result = self._submit(name).result()
-        if self._claim is None and "/" in name:  # not of the run's index: nobody else asks whether it still is ours
+            result = self._submit(save.name).result()
+        if self._claim is None and "/" in save.name:  # not of the run's index: nobody else asks whether it is ours
             self._folder.confirm()
         try:
             after(result.manifest if self._container == "directory" else b"")
         except TRANSIENT_ERRORS as error:  # the save itself is not lost
             _LOG.warning(
                 "the checkpoint of batch %d is saved, but its link, its upload or the deletion of older ones was not "
-                "done, %s (%s): the next save does that", step, state_of(error), error,
+                "done, %s (%s): the next save does that", save.step, state_of(error), error,
             )  # fmt: skip
         return result
 
