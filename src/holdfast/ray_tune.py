@@ -121,7 +121,11 @@ def _without_tensors(value: Any) -> Any:
 
 def _make_room(tune: Any) -> None:
     """Remove what the trial left, when it died in its report, in the directory that Tune copies into next."""
-    following = copy.copy(tune.get_context().get_storage())
+    context = getattr(tune, "get_context", None)  # of early versions none says where a trial stores
+    get_storage = getattr(context(), "get_storage", None) if context is not None else None
+    if get_storage is None:
+        return
+    following = copy.copy(get_storage())
     following.current_checkpoint_index += 1
     path, filesystem = following.checkpoint_fs_path, following.storage_filesystem
     if filesystem.get_file_info(path).type.name != "NotFound":
