@@ -413,7 +413,7 @@ class ResumableBatches:
                 f"epoch {self._epoch}: the state of a stream of datasets does not hold what lay in its shuffle buffer "
                 f"(buffer_size={size}): these samples are left out of the epoch, and the rest comes in another order. "
                 "Exact are a plain DataLoader over the stream, which draws the epoch again up to its position, and "
-                "shuffle(buffer_size=1), which shuffles whole shards"
+                "shuffle(buffer_size=1), which shuffles whole shards (with num_workers=0)"
             )
         if not self._is_same_world:
             return
