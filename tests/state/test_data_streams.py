@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from holdfast.errors import StateMismatchError
 from holdfast.state.data import seeding
 from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.loaders import StatedPosition, whole_state
+from holdfast.state.data.stated import StatedPosition, whole_state
 from holdfast.state.tree import rng
 
 

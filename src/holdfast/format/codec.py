@@ -30,7 +30,7 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedSt
 from .strict_json import BIG_INT_BITS, dumps, encode_big_int, loads
 
 __all__ = [
-    "DECODERS", "MAX_NESTING", "decode", "describe", "dumps", "encode", "encode_float", "encode_numpy",
+    "DECODERS", "MAX_NESTING", "OUTER", "decode", "describe", "dumps", "encode", "encode_float", "encode_numpy",
     "encode_text", "is_scalar", "is_text", "loads", "nesting_error",
 ]  # fmt: skip
 
@@ -308,6 +308,9 @@ _PLAIN_BASES = frozenset({dict, list, tuple, set, frozenset, int, float, str, by
 
 MAX_NESTING = 200
 """Containers within containers that are stored."""
+
+OUTER = "__tensor__"
+"""Key under which a tensor that wraps others has what makes it beside these: class, size, stride, context."""
 
 Leaf = Callable[[Any, str], Any]
 NodeLeaf = Callable[[str, dict[str, Any]], Any]

@@ -21,7 +21,7 @@ from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, Sto
 from holdfast.storage.base import Storage
 from holdfast.storage.together import asked_again, together
 
-from .codec import decode
+from .codec import OUTER, decode
 from .digest import bytes_digest, file_digest, table_at, table_bytes
 from .division import disagreement
 from .index import FileNumbers, Index, IndexFile, TensorEntry
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .index_group import IndexGroup
 
 __all__ = [
-    "MAX_JSON", "OUTER", "ContentsReader", "TensorList", "check_node", "check_object", "check_parts", "check_there",
+    "MAX_JSON", "ContentsReader", "TensorList", "check_node", "check_object", "check_parts", "check_there",
     "check_whole", "in_boxes", "merged", "unite",
 ]  # fmt: skip
 
@@ -456,9 +456,6 @@ def _optimizers(first: Any, other: Any) -> Any:
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
-
-OUTER = "__tensor__"
-"""Key under which an object of kind "tensor" has what makes it beside its tensors: class, size, stride, context."""
 
 _TENSOR_KINDS = ("tensor", "array", "parameter")
 _NODES = frozenset({"tensor", "tensors", "object", "per_rank", "rng", "torch"})

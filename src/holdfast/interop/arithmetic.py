@@ -18,7 +18,7 @@ import torch
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, StateMismatchError, StoragePermissionError
-from holdfast.format.contents import OUTER
+from holdfast.format.codec import OUTER
 from holdfast.run.names import check_free
 from holdfast.state.load.selection import Selection
 from holdfast.state.tree import arrays

@@ -29,17 +29,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import (
-    StatedPosition,
-    clone_of,
-    end_epoch,
-    forget_start,
-    repeatable,
-    rest_of,
-    resume,
-    shuffle_buffer,
-    whole_state,
-)
+from .loaders import clone_of
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -355,25 +345,27 @@ class ResumableBatches:
     # ---- stateful and count
 
     def _iterate_stateful(self) -> Iterator[Any]:
+        from . import stated  # not above, here and below: most loaders have no state
+
         loader = self._loader
         begun = self._inner if self._live is None else None
         is_believed = begun is None or self._is_believed(begun["loader"])
         self._compare_passes()
         seed = mix(self._seed, self._epoch, 3)
-        with self._stream, repeatable(loader, seed=seed, seeded=self._seed_samples):
+        with self._stream, stated.repeatable(loader, seed=seed, seeded=self._seed_samples):
             ended = _ended.pop(loader, None)
             if begun is not None and is_believed:
                 self._resumed = begun["loader"]
-                resume(loader, self._resumed)
+                stated.resume(loader, self._resumed)
             elif begun is None and self._goes_on_from_carried(ended):
                 # The state of a finished epoch: samplers go on from it to the next order. Reseeded, the iterator of
                 # this epoch draws the same numbers as ever.
-                resume(loader, self._carried["loader"])
-                end_epoch(loader)
+                stated.resume(loader, self._carried["loader"])
+                stated.end_epoch(loader)
                 self._stream.reseed()
             if begun is None and self._live is None:
-                forget_start(loader)
-            iterator = rest_of(loader) if begun is not None and is_believed else iter(loader)
+                stated.forget_start(loader)
+            iterator = stated.rest_of(loader) if begun is not None and is_believed else iter(loader)
             if not is_believed:
                 self._leave_out(iterator, "has a state that counts other batches than this run was given")
         if begun is not None and is_believed:
@@ -387,28 +379,34 @@ class ResumableBatches:
 
     def _goes_on_from_carried(self, ended: int | None) -> bool:
         """Tell whether the state of the epoch before is wanted: in another process, if it is more than counts."""
+        from . import stated
+
         carried = self._carried
         if self._live is not None or carried is None or ended == self._carried_epoch:
             return False
-        return not StatedPosition.of(self._loader, carried["loader"]).only_counts
+        return not stated.StatedPosition.of(self._loader, carried["loader"]).only_counts
 
     def _is_believed(self, state: Any) -> bool:
         """Compare what a state says of its position with the own count; False: the own count is all that is needed."""
-        stated = StatedPosition.of(self._loader, state)
+        from . import stated
+
+        position = stated.StatedPosition.of(self._loader, state)
         if not self._is_same_world:
             return True
-        if stated.batches not in (None, self._batches) and stated.only_counts:
+        if position.batches not in (None, self._batches) and position.only_counts:
             return False  # torchdata 0.11 counts what it draws again twice
         name = type(self._loader).__name__
-        if stated.batches not in (None, self._batches):
-            self._say_position(f"the state of the {name} says that it has given {stated.batches} batches of it")
-        elif stated.is_at_begin and self._batches:
+        if position.batches not in (None, self._batches):
+            self._say_position(f"the state of the {name} says that it has given {position.batches} batches of it")
+        elif position.is_at_begin and self._batches:
             self._say_position(f"the state of the {name} says that its data set has given no sample of it")
         return True
 
     def _check_taken(self, loader: Any) -> None:
         """Say when a loader whose state says where it stands has taken no notice of that, or its state is not whole."""
-        if self._batches and (size := shuffle_buffer(loader)):
+        from . import stated
+
+        if self._batches and (size := stated.shuffle_buffer(loader)):
             self._warn(
                 f"epoch {self._epoch}: the state of a stream of datasets does not hold what lay in its shuffle buffer "
                 f"(buffer_size={size}): these samples are left out of the epoch, and the rest comes in another order. "
@@ -417,10 +415,10 @@ class ResumableBatches:
             )
         if not self._is_same_world:
             return
-        if StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
+        if stated.StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
             return
         with generators_kept():
-            now = StatedPosition.of(loader, loader.state_dict()).batches
+            now = stated.StatedPosition.of(loader, loader.state_dict()).batches
         if now is not None and now < self._batches:
             self._say_position(f"the {type(loader).__name__} says that it has given {now} batches of it")
 
@@ -531,8 +529,10 @@ class ResumableBatches:
             }
         if self._live is None:
             return self._inner
+        from . import stated
+
         with generators_kept():  # some loaders make their iterator here
-            state = whole_state(self._live, self._live.state_dict(), begun=self._resumed)
+            state = stated.whole_state(self._live, self._live.state_dict(), begun=self._resumed)
         return {"loader": state, "rng": self._stream.state_dict() if self._seed_samples else None}
 
     # ---- position

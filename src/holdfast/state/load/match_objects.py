@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from holdfast._log import get_logger
 from holdfast._outgoing import brief
 from holdfast.errors import StateMismatchError
-from holdfast.format.contents import OUTER
+from holdfast.format.codec import OUTER
 from holdfast.format.index import TensorEntry
 
 from ..tree import arrays

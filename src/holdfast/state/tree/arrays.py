@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
-from holdfast.format.contents import OUTER
+from holdfast.format.codec import OUTER
 from holdfast.format.tensor_file import item_size
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
