@@ -452,7 +452,7 @@ class _Walker:
             if not self.owned and arrays.parts_of(local := arrays.local_tensor(value)) is not None:
                 return self._per_rank(local, name, path)  # its codes are cut as the rank holds them: no boxes
             node = self._add(self._spread(value, name, path), name)
-        elif (parts := arrays.parts_of(value)) is not None:
+        elif type(value) not in arrays.PLAIN and (parts := arrays.parts_of(value)) is not None:
             return self._object(value, "tensor", parts, name, path)
         else:
             arrays.check_tensor(value, f"state{path}")
