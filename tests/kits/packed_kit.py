@@ -60,3 +60,28 @@ class Compact(torch.optim.Optimizer):
 
 def _local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Noted(torch.Tensor):
+    """A weight with a note of how it is to be used, and no values beside its own."""
+
+    @staticmethod
+    def __new__(cls, inner, note):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner, note):
+        self.inner, self.note = inner, note
+
+    def __tensor_flatten__(self):
+        return ["inner"], {"note": self.note}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["inner"], context["note"])
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        plain = [one.inner if isinstance(one, cls) else one for one in args]
+        out = operation(*plain, **(kwargs or {}))
+        keeps = operation in (torch.ops.aten.detach.default, torch.ops.aten.view.default)
+        return cls(out, args[0].note) if keeps else out

@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from mesh_kit import Layout, load_ranks, save_ranks
-from packed_kit import Compact, Packed
+from packed_kit import Compact, Noted, Packed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import holdfast as hf
 from holdfast.interop.arithmetic import average
 from holdfast.state.load.restore import load_state
+from holdfast.state.tree.arrays import bare
 
 
 class Mode:
@@ -255,3 +256,34 @@ def test_what_ranks_hold_of_an_8_bit_state_fits_as_many_ranks():
     weight = nn.Parameter(torch.ones(6, 8))
     with pytest.raises(hf.StateMismatchError, match=r"each rank has stored what it held: it fits 2 ranks"):
         load_state(storage, {"weight": weight, "optimizer": Compact([weight])})
+
+
+@pytest.mark.parametrize("is_noted", [(True, False), (False, True), (True, True)], ids=["from", "into", "both"])
+def test_a_wrapper_that_only_says_how_a_weight_is_used_is_the_weight(tmp_path, is_noted):
+    """Weights that FSDP2 gathers in float8: a checkpoint of them fits the bare model, and the other way round."""
+    models = [nn.Linear(3, 2, bias=False) for _ in is_noted]
+    for model, noted in zip(models, is_noted, strict=True):
+        if noted:
+            model.weight = nn.Parameter(Noted(torch.randn(2, 3), Mode("float8")))
+    hf.save(tmp_path / "one", {"model": models[0]})
+    hf.load(tmp_path / "one", {"model": models[1]})
+    first, second = (bare(model.weight.detach()) for model in models)
+    assert torch.equal(first, second)
+    assert type(hf.load(tmp_path / "one")["model"]["weight"]) is torch.Tensor
+    assert type(models[1].weight) is (Noted if is_noted[1] else nn.Parameter)
+
+
+def test_such_a_weight_is_spread_over_any_number_of_ranks():
+    """Two ranks with it save, three without it load."""
+    weight = torch.randn(6, 8)
+
+    def noted(_rank):
+        plain = Layout((2,), (0,)).shard(weight)
+        sizes = {"shape": weight.shape, "stride": weight.stride()}
+        local = Noted(plain.to_local(), "float8")
+        return {"weight": DTensor.from_local(local, plain.device_mesh, plain.placements, run_check=False, **sizes)}
+
+    def check(rank, state):
+        assert torch.equal(state["weight"].to_local(), weight[2 * rank : 2 * rank + 2])
+
+    load_ranks(save_ranks(2, noted), 3, lambda _: {"weight": Layout((3,), (0,)).shard(torch.ones(6, 8))}, check)

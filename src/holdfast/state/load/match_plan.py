@@ -142,6 +142,8 @@ class MatchPlan(ABC):
 
     def read(self, ref: TensorRef, live: torch.Tensor, path: str) -> bool:
         """Plan to read a stored tensor into a live tensor; False (and a problem) if they do not fit."""
+        if type(live) not in arrays.PLAIN and not arrays.is_spread(live):
+            live = arrays.bare(live)
         if type(live) not in arrays.PLAIN and not arrays.is_spread(live) and arrays.parts_of(live) is not None:
             problem: str | None = f"a {type(live).__name__} in the state, {kind_of(ref)} in the checkpoint"
         else:

@@ -106,6 +106,19 @@ def parts_of(tensor: torch.Tensor) -> dict[str, Any] | None:
     return {**{name: getattr(tensor, name) for name in names}, OUTER: outer}
 
 
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the one tensor that a wrapper is made of, where it has its shape and dtype; any other tensor as it is.
+
+    Such wrappers say how a weight is to be used, and are not stored: FSDP2 gathers weights in float8 so (torchao).
+    """
+    parts = parts_of(tensor)
+    if parts is None or len(parts) > 2:
+        return tensor
+    inner = next((part for key, part in parts.items() if key != OUTER), None)
+    alike = isinstance(inner, torch.Tensor) and (inner.shape, inner.dtype) == (tensor.shape, tensor.dtype)
+    return inner if alike else tensor  # type: ignore[return-value]
+
+
 def _is_plain(context: Any) -> bool:
     if isinstance(context, (list, tuple)) and type(context) in (list, tuple, torch.Size):
         return all(map(_is_plain, context))
@@ -350,7 +363,7 @@ def local_of(value: Any) -> torch.Tensor:
     if type(local) is torch.Tensor and not local.requires_grad:
         return local  # a fiftieth of the time of to_local
     with torch.no_grad():
-        return value.to_local().detach()  # type: ignore[no-any-return]
+        return bare(value.to_local().detach())
 
 
 def check_module(module: nn.Module, path: str) -> None:

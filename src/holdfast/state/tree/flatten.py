@@ -452,11 +452,12 @@ class _Walker:
             if not self.owned and arrays.parts_of(local := arrays.local_tensor(value)) is not None:
                 return self._per_rank(local, name, path)  # its codes are cut as the rank holds them: no boxes
             node = self._add(self._spread(value, name, path), name)
-        elif type(value) not in arrays.PLAIN and (parts := arrays.parts_of(value)) is not None:
-            return self._object(value, "tensor", parts, name, path)
         else:
-            arrays.check_tensor(value, f"state{path}")
-            node = self._add([(None, value.detach())], name)
+            inner = value if type(value) in arrays.PLAIN else arrays.bare(value)
+            if type(inner) not in arrays.PLAIN and (parts := arrays.parts_of(inner)) is not None:
+                return self._object(inner, "tensor", parts, name, path)
+            arrays.check_tensor(inner, f"state{path}")
+            node = self._add([(None, inner.detach())], name)
         if isinstance(value, nn.Parameter):
             node["k"] = "parameter"
             node["rg"] = int(value.requires_grad)
