@@ -45,6 +45,16 @@ def test_a_save_is_committed_when_the_last_part_is_stored() -> None:
     assert one.stored(1, "s-1") == [SaveOutcome(save="s-1", value={"deleted": []}, ranks=(1,))]
 
 
+def test_a_failure_that_comes_after_the_last_part_does_not_take_the_commit_back() -> None:
+    """A rank says late that it could not store what it has stored: the commit decides."""
+    one = saves(2)
+    begin(one, 0, 1)
+    one.stored(0, "s-1")
+    assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
+    assert one.failed(1, "s-1", named_error("StorageError", "full")) == []
+    assert one.committed("s-1", value={}, error=None) == [SaveOutcome(save="s-1", value={})]
+
+
 def test_the_first_failure_is_everybodys() -> None:
     """It names the rank, keeps the kind of error, and each writer takes its part away."""
     one = saves()
