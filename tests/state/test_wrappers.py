@@ -162,6 +162,19 @@ def test_what_json_cannot_hold_is_compared_as_text(tmp_path):
         hf.load(tmp_path / "one", {"model": other})
 
 
+def test_a_context_whose_words_hold_an_address_is_still_one(tmp_path):
+    """An address is another in each process, so it is no difference; what had a context is not made anew without it."""
+
+    class Scheme:  # its repr is that of every object: <...Scheme object at 0x...>
+        pass
+
+    first, alike = Base(0, mode=Scheme()), Base(1, mode=Scheme())
+    hf.save(tmp_path / "one", {"model": first})
+    hf.load(tmp_path / "one", {"model": alike})
+    assert same(first.frozen, alike.frozen)
+    assert sorted(hf.load(tmp_path / "one")["model"]["frozen"]) == ["__tensor__", "codes", "scale"]
+
+
 def test_parts_that_its_class_refuses_are_damage(tmp_path, monkeypatch):
     """What another library raises over them is no crash without a word of which tensor it is."""
     hf.save(tmp_path / "one", {"w": Packed.of(torch.randn(4, 8))})

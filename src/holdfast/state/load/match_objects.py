@@ -66,9 +66,9 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     raw = module.state_dict()
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
-    owned = [*named.values()]
+    owned = named.values()
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
-    memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
+    memory = _MetaMemory(plan, module, named) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
     copies: dict[str, Any] = {}  # key -> value that has to go through load_state_dict
     direct: dict[str, Any] = {}
@@ -332,12 +332,11 @@ class _MetaMemory:
     Args:
         plan: names the device for tensors without memory.
         module: a module with tensors on the meta device.
+        tensors: its parameters and buffers by name, tied ones under each of theirs.
     """
 
-    def __init__(self, plan: MatchPlan, module: nn.Module) -> None:
-        self._plan, self._module = plan, module
-        self._tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        self._tensors.update(module.named_buffers(remove_duplicate=False))
+    def __init__(self, plan: MatchPlan, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._plan, self._module, self._tensors = plan, module, tensors
         self._made: dict[int, torch.Tensor] = {}  # by id: tied tensors stay tied
 
     def make(self, key: str) -> torch.Tensor | None:

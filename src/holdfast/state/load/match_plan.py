@@ -142,12 +142,12 @@ class MatchPlan(ABC):
 
     def read(self, ref: TensorRef, live: torch.Tensor, path: str) -> bool:
         """Plan to read a stored tensor into a live tensor; False (and a problem) if they do not fit."""
+        problem: str | None = None
         if type(live) not in arrays.PLAIN and not arrays.is_spread(live):
             live = arrays.bare(live)
-        if type(live) not in arrays.PLAIN and not arrays.is_spread(live) and arrays.parts_of(live) is not None:
-            problem: str | None = f"a {type(live).__name__} in the state, {kind_of(ref)} in the checkpoint"
-        else:
-            problem = self.targets.add(ref.name, live)
+            if arrays.parts_of(live) is not None:
+                problem = f"a {type(live).__name__} in the state, {kind_of(ref)} in the checkpoint"
+        problem = problem or self.targets.add(ref.name, live)
         if problem is not None:
             self.problems.wrong.append(f"{path}: {problem}")
         return problem is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from holdfast.format.codec import OUTER
 from holdfast.format.tensor_file import item_size
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
 _NO_NUMPY_BYTES = "OV"  # object and structured arrays: no bytes of their own, or no stable layout
 
 
@@ -96,12 +98,13 @@ def parts_of(tensor: torch.Tensor) -> dict[str, Any] | None:
     if tensor.is_nested or tensor.is_meta:
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    plain = _is_plain(context)
     outer = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "size": list(tensor.shape),
         "stride": list(tensor.stride()),
-        "text": "" if _is_plain(context) or " at 0x" in repr(context) else repr(context),
-        "context": context if _is_plain(context) else None,
+        "text": "" if plain else _ADDRESS.sub("", repr(context)),
+        "context": context if plain else None,
     }
     return {**{name: getattr(tensor, name) for name in names}, OUTER: outer}
 
@@ -133,13 +136,12 @@ def whole_of(state: Mapping[str, Any]) -> Any:
     Raises:
         CorruptCheckpointError: its class does not accept them.
     """
-    if why_not_whole(state) is not None:
-        return dict(state)
     outer, inner = state[OUTER], {name: value for name, value in state.items() if name != OUTER}
+    kind = None if outer["text"] else _imported(outer["class"])
+    if kind is None:
+        return dict(state)
     try:
-        return _imported(outer["class"]).__tensor_unflatten__(
-            inner, outer["context"], torch.Size(outer["size"]), tuple(outer["stride"])
-        )
+        return kind.__tensor_unflatten__(inner, outer["context"], torch.Size(outer["size"]), tuple(outer["stride"]))
     except Exception as error:
         raise CorruptCheckpointError(f"a stored {outer['class']} cannot be made of its parts: {error}") from error
 
