@@ -20,6 +20,7 @@ from holdfast.run.index import RunIndex
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.run.record import change_sidecar, read_sidecar
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
+from holdfast.storage.local import local_tree
 from holdfast.storage.local.beneath import Ops
 
 _numbers = count()
@@ -71,7 +72,7 @@ def test_a_lock_on_a_removed_file_is_no_lock(tmp_path: Path) -> None:
 
     won = 0
     for (storage, _), lease in at_every_line(
-        (lease_module,), world, lambda made: taken(made[0], "00000002"), lambda made: made[1].release()
+        (lease_module, local_tree), world, lambda made: taken(made[0], "00000002"), lambda made: made[1].release()
     ):
         if lease is None:
             after = taken(storage, "00000003")
