@@ -159,17 +159,17 @@ def _test(tests: Sequence[str], folder: str) -> int:
 
 
 @cache
-def _check(tests: tuple[str, ...]) -> None:
-    if fails(tests, None) and fails(tests, None):  # a bound may not fit a busy machine
-        sys.exit(f"{' '.join(tests)}: fails as it is, so that it proves nothing")
+def _prove_nothing(tests: tuple[str, ...]) -> bool:
+    return fails(tests, None) and fails(tests, None)  # a bound may not fit a busy machine
 
 
-def _is_noticed(patch: Patch, until: float) -> bool | None:
-    """Tell whether the tests of a patch notice it; None where no time is left."""
+def _outcome(patch: Patch, until: float) -> str:
+    """Tell what the tests of a patch make of it: "noticed", "SURVIVES"; "" where no time is left to try."""
     if time.time() > until:
-        return None
-    _check(patch.tests)
-    return fails(patch.tests, patch)
+        return ""
+    if _prove_nothing(patch.tests):
+        return f"NOT TRIED, {' '.join(patch.tests)} fails as it is"
+    return "noticed" if fails(patch.tests, patch) else "SURVIVES"
 
 
 def main(words: list[str]) -> int:
@@ -196,16 +196,16 @@ def main(words: list[str]) -> int:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
         # In any order: if the time ends, it must not always be the last files that are left out.
         order = random.sample([*groups.values()], len(groups))
-        tried = {pool.submit(_is_noticed, patch, until): patch for group in order for patch in group}
+        tried = {pool.submit(_outcome, patch, until): patch for group in order for patch in group}
         for future in as_completed(tried):
-            patch, noticed = tried[future], future.result()
-            if noticed is None:
+            patch, outcome = tried[future], future.result()
+            if not outcome:
                 skipped += 1
                 continue
             num += 1
-            state = "noticed" if noticed else f"SURVIVES ({patch.reason})" if patch.reason else "SURVIVES"
-            print(f"{num}/{total} {state}: {patch.name}", flush=True)
-            if not noticed and not patch.reason:
+            explained = f" ({patch.reason})" if outcome == "SURVIVES" and patch.reason else ""
+            print(f"{num}/{total} {outcome}{explained}: {patch.name}", flush=True)
+            if outcome != "noticed" and not explained:
                 survivors.append(patch)
     if skipped:
         print(f"{skipped} are not tried: no time left (HOLDFAST_TEST_UNTIL)")
