@@ -136,7 +136,7 @@ class AsyncSaver:
         """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
         session = self._folder.session
         name = session.answer(session.client.rescue(why))
-        self._folder.rescues_later = session.team is not None
+        self._folder.rescues_later = session.rank_group is not None
         if name is not None:
             _LOG.warning("training raised; the state of the last snapshot is saved as %s", name)
 
