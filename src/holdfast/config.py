@@ -13,8 +13,8 @@ from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
 __all__ = [
-    "KEEP_TEXT", "VERIFY_VARIABLE", "Guard", "Keep", "Mirror", "Rule", "check_kind", "check_silence", "is_int",
-    "is_number", "keep_from_text", "rules_of", "stored_keep",
+    "KEEP_TEXT", "VERIFY_VARIABLE", "Guard", "Keep", "Mirror", "Rule", "check_kind", "check_silence", "check_timeout",
+    "is_int", "is_number", "keep_from_text", "rules_of", "stored_keep",
 ]  # fmt: skip
 
 VERIFY_VARIABLE = "HOLDFAST_VERIFY"
@@ -264,6 +264,16 @@ def check_silence(silence_s: Any, name: str = "silence_s={!r}") -> None:
             f"{name.format(silence_s)}: give seconds from {_LEAST_SILENCE_S:g} to {_MOST_SILENCE_S:g}; a machine is "
             "silent for a few seconds now and then"
         )
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Refuse what cannot be the argument ``timeout_s``.
+
+    Raises:
+        ConfigError: it is no positive number of seconds.
+    """
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
 
 
 def check_kind(config: Any, name: str, *kinds: type) -> None:

@@ -96,6 +96,16 @@ def test_it_tells_what_the_manifest_says(storage) -> None:
     assert checkpoint.size_bytes == checkpoint.manifest.total_bytes > sum(tensor.nbytes for tensor in MODEL)
 
 
+def test_what_is_no_metric_is_refused_by_name(storage) -> None:
+    """A tensor of several elements is a `ConfigError` that says where it is, as in `report` of a worker."""
+    build(storage, "c", step=7)
+    checkpoint = Checkpoint.at(storage, "c")
+    checkpoint.report({"val": {"acc": torch.tensor(0.5)}})
+    with pytest.raises(ConfigError, match=r"'val/logits' is a Tensor of shape \(2,\)"):
+        checkpoint.report(val={"logits": torch.zeros(2)})
+    assert checkpoint.metrics["val"] == {"acc": 0.5}
+
+
 def test_a_foreign_directory_is_usable_and_said_to_be_foreign(storage) -> None:
     """Without a manifest there is no step and no metrics, files are there, and verify says what it is."""
     storage.put("f/sub/weights.bin", b"12345")

@@ -500,10 +500,10 @@ def test_a_big_first_save_outlives_the_script(tmp_path):
 def test_the_arena_of_a_save_that_is_stuck_is_not_waited_for_without_end(tmp_path, monkeypatch) -> None:
     """One of several ranks whose writer stands still raises; the others hear of it, as of any error of a save."""
     monkeypatch.setattr(functions, "ANSWER_MARGIN_S", 0.01)
-    team: Any = SimpleNamespace(rank=1, timeout_s=0.02)
+    rank_group: Any = SimpleNamespace(rank=1, timeout_s=0.02)
     client: Any = None
     stuck: Future[Any] = Future()
-    one = SaveTarget(checkpoint=hf.Checkpoint(tmp_path / "a"), client=client, save_id="s-1", team=team)
+    one = SaveTarget(checkpoint=hf.Checkpoint(tmp_path / "a"), client=client, save_id="s-1", rank_group=rank_group)
     with pytest.raises(hf.HoldfastError, match="rank 1: the save before this one, whose memory is needed, is not dura"):
         one.wait(stuck, "the save before this one, whose memory is needed,")
     stuck.set_exception(OSError("its own handle tells of it"))

@@ -232,7 +232,7 @@ def test_a_writer_killed_twice_ends_the_run_with_an_error(tmp_path: Path) -> Non
             ck.step()
             if step in (2, 5):
                 ck.wait()
-                process = ck._session.client._talk.process
+                process = ck._session.client._conversation.process
                 os.kill(process.pid, signal.SIGKILL)
 
 

@@ -30,7 +30,7 @@ from holdfast.errors import RunBusyError
 from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyStorage
-from holdfast.writer.arena import BOARD_BYTES, Arena, StepMailbox
+from holdfast.writer.arena import MAILBOX_BYTES, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 
 THEIRS = {"same.pt": b"S" * 70_000, "differs.pt": b"D" * 9000, "only1.bin": b"here", "w.bin": b"w" * 5000}
@@ -40,17 +40,17 @@ SECOND = "checkpoint_000003"
 def joint(client, storage, opened, root):
     """A save of two ranks, whose writers are joined; rank 0's commits."""
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        boards = [stack.enter_context(Arena.create(BOARD_BYTES)) for _ in range(2)]
+        mailboxes = [stack.enter_context(Arena.create(MAILBOX_BYTES)) for _ in range(2)]
         arenas = [stack.enter_context(Arena.create(12_288)) for _ in range(2)]
         ranks = [client, stack.enter_context(WriterClient.start(storage))]
         saves = []
-        for rank, (board, arena, one) in enumerate(zip(boards, arenas, ranks, strict=True)):
-            StepMailbox(board.view).clear(step=0)
+        for rank, (mailbox, arena, one) in enumerate(zip(mailboxes, arenas, ranks, strict=True)):
+            StepMailbox(mailbox.view).clear(step=0)
             where = {"addresses": [listener.getsockname()], "token": "0123456789abcdef", "listener": None}
             if rank == 0:
                 where["listener"] = listener.fileno()
             # A rank that sleeps is given up after `stale_s`: both sleep here, so no time passes for them.
-            one.join(board, rank=rank, world_size=2, timeout_s=60.0, beat_s=5.0, stale_s=60.0, **where)
+            one.join(mailbox, rank=rank, world_size=2, timeout_s=60.0, beat_s=5.0, stale_s=60.0, **where)
             arena.view[:10_000] = bytes([rank]) * 10_000
         for rank, (arena, one) in enumerate(zip(arenas, ranks, strict=True)):
             job = part_job(opened, rank, joint=True, run=rank == 0)

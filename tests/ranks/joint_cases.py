@@ -256,7 +256,7 @@ def one_fails_early(root: str) -> dict[str, Any]:
     note("after path", lambda: hf.save(Path(root, "c"), {"n": hf.PerRank(rank)}))
     note("interrupted", interrupted)
     note("after interrupted", lambda: hf.save_async(Path(root, "d"), {"n": 1}).result(30))
-    client = next(iter(functions._teams.values()))[0].client
+    client = next(iter(functions._rank_groups.values()))[0].client
     for _ in range(2 if rank else 0):
         os.kill(client.process_id, signal.SIGKILL)
         known = client.process_id

@@ -25,7 +25,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage, MemoryStorage, StorageTraits
 from holdfast.testing import FaultyStorage
 from holdfast.writer import distributed
-from holdfast.writer.arena import BOARD_BYTES, Arena, StepMailbox
+from holdfast.writer.arena import MAILBOX_BYTES, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
 from holdfast.writer.uploads import staged_run
@@ -41,11 +41,11 @@ class Life:
         self.disks = [LocalStorage(home / f"node{rank}") for rank in (0, 1)]
         self.clients = [WriterClient.start(disk, thread=True) for disk in self.disks]
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._boards = [Arena.create(BOARD_BYTES) for _ in self.clients]
+        self._mailboxes = [Arena.create(MAILBOX_BYTES) for _ in self.clients]
         for rank, client in enumerate(self.clients):
-            StepMailbox(self._boards[rank].view).clear(step=0)
+            StepMailbox(self._mailboxes[rank].view).clear(step=0)
             client.join(
-                self._boards[rank], rank=rank, world_size=2, addresses=[self._listener.getsockname()[:2]], token="t",
+                self._mailboxes[rank], rank=rank, world_size=2, addresses=[self._listener.getsockname()[:2]], token="t",
                 timeout_s=LIMIT_S, listener=None if rank else self._listener.fileno(), beat_s=0.1, stale_s=10.0,
             )  # fmt: skip
         self.opened = self.clients[0].open_run(self.remote, owner={"start_id": start_id}).result(LIMIT_S)
@@ -297,5 +297,5 @@ def test_an_order_that_comes_with_the_first_words_is_carried_out(
     answers: Any = SimpleNamespace(storage_of={1: local, 2: remote}.get, later=lambda work: None, hold=bool)
     header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "beat_s": 0.1, "stale_s": 10.0}
     told = {**header, "addresses": [], "token": "t", "stage": stages}
-    distributed.Joint(answers).join(told, (), memoryview(bytearray(BOARD_BYTES)))
+    distributed.Joint(answers).join(told, (), memoryview(bytearray(MAILBOX_BYTES)))
     assert said.get(timeout=LIMIT_S) == {"do": "uploaded", "save": "aaaaaaa1-1", "error": None}

@@ -458,9 +458,9 @@ def test_uploads_go_on_after_the_writer_is_killed(tmp_path: Path, source: LocalS
     source.put("big", big)
     with WriterClient.start(source) as client:
         asked = client.upload(source, target, job("big"))
-        process = client._talk.process
+        process = client._conversation.process
         assert process is not None
         process.kill()
         assert asked.result(60) is None
-        assert client._talk.process is not process
+        assert client._conversation.process is not process
     assert target.read("there/big") == big

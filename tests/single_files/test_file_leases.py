@@ -128,7 +128,7 @@ def under_way(tmp_path: Path) -> Iterator[UnderWay]:
     future = mine.submit("a*.pt", "a1.pt", image)
     assert disk.begun.wait(60)
     assert mine._client is not None
-    writer = mine._client._talk._thread
+    writer = mine._client._conversation._thread
     assert writer is not None
     yield UnderWay(disk, mine, image, future, writer)
     disk.go_on.set()

@@ -269,6 +269,11 @@ def test_what_ranks_hold_of_an_8_bit_state_fits_as_many_ranks():
     weight = nn.Parameter(torch.ones(6, 8))
     with pytest.raises(hf.StateMismatchError, match=r"each rank has stored what it held: it fits 2 ranks"):
         load_state(storage, {"weight": weight, "optimizer": Compact([weight])})
+    one = Compact([weight])
+    one.state[weight] = {"momentum": Packed.of(weight.detach())}
+    with pytest.raises(hf.StateMismatchError, match=r"each rank has stored what it held") as caught:
+        load_state(storage, {"weight": weight, "optimizer": one})
+    assert len(caught.value.problems) == 1, "it is named once"
 
 
 @pytest.mark.parametrize("is_noted", [(True, False), (False, True), (True, True)], ids=["from", "into", "both"])

@@ -203,7 +203,7 @@ def test_a_new_writer_goes_on_with_the_newest_attempt(tmp_path: Path) -> None:
         kill_writer(client)
         assert [take(client, tmp_path, opened, step) for step in (1, 2)] == [[], []]
         report(client, 3)
-        client._talk._restarted = -1e9  # as if ten minutes had passed
+        client._conversation._restarted = -1e9  # as if ten minutes had passed
         kill_writer(client)
         report(client, 4)
         index = index_of(storage)

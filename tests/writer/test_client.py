@@ -330,19 +330,19 @@ def test_probe(tmp_path: Path, local: tuple[Storage, WriterClient]) -> None:
 def test_what_other_ranks_were_told_is_told_again_after_a_death(local: tuple[Storage, WriterClient]) -> None:
     """A wish of this rank that nobody has acted on is repeated to a new writer, once; one that was done is not."""
     _, client = local
-    talk, header = client._talk, {"rank": 0}
+    conversation, header = client._conversation, {"rank": 0}
     sent: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(talk, "send", lambda header, *_: sent.append(header.get("what", header["do"])))
-        patch.setattr(talk, "tell_team", lambda: sent.append("join"))
-        patch.setattr(talk, "team", (header, None, ()))
+        patch.setattr(conversation, "send", lambda header, *_: sent.append(header.get("what", header["do"])))
+        patch.setattr(conversation, "tell_membership", lambda: sent.append("join"))
+        patch.setattr(conversation, "membership", (header, None, ()))
         client.tell_ranks("want", kind="stop")
         client.tell_ranks("want", kind="stop")
         client.tell_ranks("part_failed", save="a", error={})
         sent.clear()
-        talk._repeat("died")
+        conversation._repeat("died")
         assert [one for one in sent if one != "storage"] == ["join", "want", "part_failed"]
         client.tell_ranks("acted", step=3)
         sent.clear()
-        talk._repeat("died")
+        conversation._repeat("died")
         assert [one for one in sent if one != "storage"] == ["join", "part_failed"]

@@ -225,12 +225,12 @@ def test_a_complete_part_is_not_written_again(tmp_path: Path, committed: bool) -
             client.commit_parts(storage, parts(1)).result(30)
     before = {path: path.stat().st_ino for path in tmp_path.rglob("*")}
     with WriterClient.start(storage) as client, kit.fill(contents(1)) as arena:
-        talk = client._talk
-        with talk.lock:
-            send, talk.send = talk.send, lambda *_a, **_k: None  # type: ignore[method-assign]
+        conversation = client._conversation
+        with conversation.lock:
+            send, conversation.send = conversation.send, lambda *_a, **_k: None  # type: ignore[method-assign]
             future = client.submit(storage, part(1, contents(1)), [b"{}"], arena)
-            talk.send = send  # type: ignore[method-assign]
-            talk._repeat("it died")
+            conversation.send = send  # type: ignore[method-assign]
+            conversation._repeat("it died")
         again = future.result(30)
     assert (again.manifest, again.bytes_total, again.bytes_written) == (b"", first.bytes_total, 0)
     assert {path: path.stat().st_ino for path in tmp_path.rglob("*")} == before

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.writer.arena import BOARD_BYTES, Arena, StepMailbox
+from holdfast.writer.arena import MAILBOX_BYTES, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.distributed import Joint
 from holdfast.writer.frames import encode
@@ -51,10 +51,10 @@ class Channel:
         self.world_size = world_size
         self.server = self.start_server()
         self.heard: list[queue.SimpleQueue[dict[str, Any]]] = [queue.SimpleQueue() for _ in range(world_size)]
-        self.boards = [StepMailbox(memoryview(bytearray(BOARD_BYTES))) for _ in range(world_size)]
+        self.mailboxes = [StepMailbox(memoryview(bytearray(MAILBOX_BYTES))) for _ in range(world_size)]
         self.again: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
-        for board in self.boards:
-            board.clear(step=0)
+        for mailbox in self.mailboxes:
+            mailbox.clear(step=0)
         self.members = [self.start_member(rank) for rank in range(world_size if num_members is None else num_members)]
 
     def start_server(self) -> ControlServer:
@@ -73,7 +73,7 @@ class Channel:
             rank=rank,
             addresses=[self.address],
             token=TOKEN,
-            board=self.boards[rank],
+            mailbox=self.mailboxes[rank],
             hear=self.heard[rank].put,
             again=lambda: self.again[rank],
             stopped=lambda: False,
@@ -114,7 +114,7 @@ def until(condition: Any) -> None:
 
 
 def test_a_save_and_a_step_go_around(channel: Channel) -> None:
-    """All parts lead to one commit, its outcome to all; a wish of one rank leads to one armed step on all boards."""
+    """All parts lead to one commit, its outcome to all; a wish of one rank leads to one armed step on all mailboxes."""
     channel.save("s-1")
     assert channel.commits.get(timeout=LIMIT_S) == "s-1"
     channel.server.committed("s-1", value={"deleted": [["step_1", "old"]]})
@@ -123,8 +123,8 @@ def test_a_save_and_a_step_go_around(channel: Channel) -> None:
         assert (told["save"], told["error"]) == ("s-1", None)
         assert told["value"]["deleted"] == [["step_1", "old"]]
     channel.members[2].say({"do": "want", "kind": "stop"})
-    until(lambda: all(board.armed for board in channel.boards))
-    assert {(board.target, board.kind) for board in channel.boards} == {(2, "stop")}
+    until(lambda: all(mailbox.armed for mailbox in channel.mailboxes))
+    assert {(mailbox.target, mailbox.kind) for mailbox in channel.mailboxes} == {(2, "stop")}
     channel.members[1].say({"do": "ask", "about": "save 7"})
     assert channel.outcome(1) == {"do": "verdict", "about": "save 7", "go": True}
 
@@ -280,13 +280,13 @@ def test_who_took_over_the_port_is_not_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.settimeout(LIMIT_S)
         heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
-        board.clear(step=0)
+        mailbox = StepMailbox(memoryview(bytearray(MAILBOX_BYTES)))
+        mailbox.clear(step=0)
         member = ControlMember(
             rank=1,
             addresses=[impostor.getsockname()[:2]],
             token=TOKEN,
-            board=board,
+            mailbox=mailbox,
             hear=heard.put,
             again=list,
             stopped=lambda: False,
@@ -309,7 +309,7 @@ def test_who_took_over_the_port_is_not_believed() -> None:
                     sock.sendall(bytes(PROOF_BYTES))
                     seen += _read(sock, 1)
         assert heard.get()["do"] == "lost"
-        assert (seen, board.broken) == (b"", True)
+        assert (seen, mailbox.broken) == (b"", True)
         member.close("done")
 
 
@@ -368,13 +368,13 @@ def test_a_silent_server_is_given_up() -> None:
     """Its members stop waiting, and their trainers see it."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
-        board.clear(step=0)
+        mailbox = StepMailbox(memoryview(bytearray(MAILBOX_BYTES)))
+        mailbox.clear(step=0)
         member = ControlMember(
             rank=1,
             addresses=[deaf.getsockname()[:2]],
             token=TOKEN,
-            board=board,
+            mailbox=mailbox,
             hear=heard.put,
             again=list,
             stopped=lambda: False,
@@ -385,7 +385,7 @@ def test_a_silent_server_is_given_up() -> None:
         told = heard.get(timeout=LIMIT_S)
         assert told["do"] == "lost"
         assert "no sign of life for 0.3 s" in told["why"]
-        assert board.broken
+        assert mailbox.broken
         member.close("done")
 
 
@@ -470,7 +470,7 @@ def test_a_rank_that_leaves_as_rank_0s_writer_is_killed_is_known_to_have_left() 
     answers: Any = SimpleNamespace(hold=lambda fd: False)
     joint = Joint(answers)
     header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "token": TOKEN}
-    joint.join({**header, "addresses": [channel.address], **channel.times}, (), memoryview(bytearray(BOARD_BYTES)))
+    joint.join({**header, "addresses": [channel.address], **channel.times}, (), memoryview(bytearray(MAILBOX_BYTES)))
     until(lambda: channel.server.steps.gathered)
     server, (busy, die, said, over) = channel.server, (threading.Event() for _ in range(4))
 
@@ -508,10 +508,10 @@ def test_who_was_cut_off_when_a_rank_left_hears_of_it_when_it_joins_again() -> N
     channel = Channel(3, num_members=2)
     try:
         channel.members[1].say({"do": "left", "why": "ValueError: boom", "offers": True})
-        until(lambda: channel.boards[0].broken)
+        until(lambda: channel.mailboxes[0].broken)
         channel.members.append(channel.start_member(2))
         assert channel.outcome(2) == {"do": "broken", "why": "rank 1: ValueError: boom"}
-        until(lambda: channel.boards[2].broken)
+        until(lambda: channel.mailboxes[2].broken)
     finally:
         channel.close()
 
@@ -520,8 +520,8 @@ def test_who_was_cut_off_when_a_rank_left_hears_of_it_when_it_joins_again() -> N
 def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(when: str) -> None:
     """Rank 0's writer says how saves ended and why it leaves, and is gone before a member is done with a send."""
     gone, heard = threading.Event(), queue.SimpleQueue[dict[str, Any]]()
-    board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
-    board.clear(step=0)
+    mailbox = StepMailbox(memoryview(bytearray(MAILBOX_BYTES)))
+    mailbox.clear(step=0)
 
     def hear(message: dict[str, Any]) -> None:
         heard.put(message)
@@ -544,7 +544,7 @@ def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(wh
             rank=1,
             addresses=[listener.getsockname()[:2]],
             token=TOKEN,
-            board=board,
+            mailbox=mailbox,
             hear=hear,
             again=list,
             stopped=stopped,
@@ -565,7 +565,7 @@ def test_last_words_of_rank_0_are_heard_though_it_cannot_be_answered_any_more(wh
     gone.set()
     for word in (*outcomes, words[3], {"do": "lost", "why": "rank 0 has left"}):
         assert heard.get(timeout=LIMIT_S) == word
-    assert board.broken
+    assert mailbox.broken
     member.close("done")
 
 
@@ -681,13 +681,13 @@ def test_a_step_that_is_done_by_now_is_not_agreed_on() -> None:
     """The server did not know that the trainer was there already: another step is proposed, which it comes to."""
     channel = Channel(1, beat_s=1000.0, stale_s=3000.0)
     until(lambda: channel.server.steps.gathered)
-    board = channel.boards[0]
-    assert not board.calls(2)
+    mailbox = channel.mailboxes[0]
+    assert not mailbox.calls(2)
     channel.members[0].say({"do": "want", "kind": "save"})
-    until(lambda: board.armed)
-    assert board.target > 2
-    assert not board.calls(2)
-    assert board.calls(board.target)
+    until(lambda: mailbox.armed)
+    assert mailbox.target > 2
+    assert not mailbox.calls(2)
+    assert mailbox.calls(mailbox.target)
     channel.close()
 
 
@@ -696,13 +696,13 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()[:2]
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
-    board.clear(step=0)
+    mailbox = StepMailbox(memoryview(bytearray(MAILBOX_BYTES)))
+    mailbox.clear(step=0)
     member = ControlMember(
         rank=1,
         addresses=[address],
         token=TOKEN,
-        board=board,
+        mailbox=mailbox,
         hear=heard.put,
         again=list,
         stopped=lambda: False,
@@ -751,7 +751,7 @@ def small_client() -> Iterator[WriterClient]:
 def test_all_ranks_join_where_the_soft_limit_is_smaller_than_their_number(small_client: WriterClient) -> None:
     """The writer raises its own: nobody waits at the door of rank 0."""
     with socket.create_server(("127.0.0.1", 0), backlog=MANY) as listener:
-        arena = Arena.create(BOARD_BYTES)
+        arena = Arena.create(MAILBOX_BYTES)
         StepMailbox(arena.view).clear(step=0)
         address = listener.getsockname()[:2]
         small_client.join(

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from holdfast.writer.arena import BOARD_BYTES, StepMailbox
+from holdfast.writer.arena import MAILBOX_BYTES, StepMailbox
 from holdfast.writer.ranks.agreement import RankStanding, StepAgreement
 
 
 class Rank:
-    """A trainer with its board and the writer's answers to messages, as `ControlMember` gives them."""
+    """A trainer with its mailbox and the writer's answers to messages, as `ControlMember` gives them."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
-        self.board.clear(step=0)
+        self.mailbox = StepMailbox(memoryview(bytearray(MAILBOX_BYTES)))
+        self.mailbox.clear(step=0)
         self.step = 0
         self.acted: list[tuple[int, str]] = []
         self.waits = False
@@ -26,35 +26,37 @@ class Rank:
         if not self.waits:
             self.step += 1
         self.waits = False
-        if self.board.calls(self.step):
-            if not self.board.armed:
+        if self.mailbox.calls(self.step):
+            if not self.mailbox.armed:
                 self.waits = True
                 return None
-            self.board.act(self.step)
-            self.acted.append((self.step, self.board.kind))
+            self.mailbox.act(self.step)
+            self.acted.append((self.step, self.mailbox.kind))
             return {"do": "acted", "step": self.step}
         return None
 
     def hear(self, message: dict) -> dict | None:
-        board = self.board
+        mailbox = self.mailbox
         if message["do"] == "propose":
-            board.propose(message["step"], message["kind"])
-            if board.done >= message["step"]:
-                board.withdraw()
-                return {"do": "nack", "step": message["step"], "at": board.done}
+            mailbox.propose(message["step"], message["kind"])
+            if mailbox.done >= message["step"]:
+                mailbox.withdraw()
+                return {"do": "nack", "step": message["step"], "at": mailbox.done}
             return {"do": "ack", "step": message["step"]}
         if message["do"] == "arm":
-            board.arm(message["step"])
+            mailbox.arm(message["step"])
         elif message["do"] == "withdraw":
-            board.withdraw()
+            mailbox.withdraw()
         elif message["do"] == "broken":
-            board.break_up()
+            mailbox.break_up()
         return None
 
     def standing(self) -> RankStanding:
-        board = self.board
-        target = None if board.target > 1 << 61 else board.target
-        return RankStanding(done=board.done, acted=board.acted, armed=board.armed, kind=board.kind, target=target)
+        mailbox = self.mailbox
+        target = None if mailbox.target > 1 << 61 else mailbox.target
+        return RankStanding(
+            done=mailbox.done, acted=mailbox.acted, armed=mailbox.armed, kind=mailbox.kind, target=target
+        )
 
 
 class World:

@@ -223,7 +223,7 @@ def test_a_message_that_cannot_be_sent_rescues_no_snapshot_of_a_living_trainer(
         first = client.process_id
         assert first is not None
         with monkeypatch.context() as patch:
-            patch.setattr(client._talk._channel, "send", cannot_send(errno.ENOMEM))
+            patch.setattr(client._conversation._channel, "send", cannot_send(errno.ENOMEM))
             assert client.release(arena), "the arena may change from now on"
         arena.view[:] = bytes(arena.size)
         assert wait_gone(first)
@@ -239,11 +239,11 @@ def test_a_writer_thread_whose_channel_ends_rescues_no_snapshot_either(
     with kit.fill(contents) as arena, WriterClient.start(storage, thread=True) as client:
         hold_one(client, storage, contents, arena)
         with monkeypatch.context() as patch:
-            patch.setattr(client._talk._channel, "send", cannot_send(errno.ENOBUFS))
+            patch.setattr(client._conversation._channel, "send", cannot_send(errno.ENOBUFS))
             client.release(arena)
         arena.view[:] = bytes(arena.size)
-        assert client._talk._thread is not None
-        client._talk._thread.join(20)
+        assert client._conversation._thread is not None
+        client._conversation._thread.join(20)
         with pytest.raises(HoldfastError, match="a thread, was lost"):
             client.run_op("records")
     assert RunView(storage).names() == []
@@ -272,17 +272,17 @@ def test_a_committed_job_is_not_an_error_when_repeated(tmp_path: Path) -> None:
         with WriterClient.start(storage) as client:
             client.submit(storage, job, [b"{}"], arena).result(30)
         with WriterClient.start(storage) as client:
-            talk = client._talk
-            with talk.lock:
-                original, talk.send = talk.send, lambda *_a, **_k: None  # type: ignore[method-assign]
+            conversation = client._conversation
+            with conversation.lock:
+                original, conversation.send = conversation.send, lambda *_a, **_k: None  # type: ignore[method-assign]
                 future = client.submit(storage, job, [b"{}"], arena)
-                talk.send = original  # type: ignore[method-assign]
-                talk._arenas.clear()
-                talk._keys.clear()
-                talk.tell_storage(storage)
-                talk.tell_arena(arena)
-                call = talk._calls[future.number]
-                talk.send({**call.header, "call": future.number, "again": True}, call.attachments)
+                conversation.send = original  # type: ignore[method-assign]
+                conversation._arenas.clear()
+                conversation._keys.clear()
+                conversation.tell_storage(storage)
+                conversation.tell_arena(arena)
+                call = conversation._calls[future.number]
+                conversation.send({**call.header, "call": future.number, "again": True}, call.attachments)
             assert future.result(30).directory == job.directory
 
 

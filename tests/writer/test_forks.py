@@ -60,7 +60,7 @@ def test_a_child_is_refused_and_ends_although_a_call_was_under_way() -> None:
                 client.run_op("records")
             client.close()  # as the exit of the child does
 
-        assert fork_while_held(client._talk.lock, act) == 0
+        assert fork_while_held(client._conversation.lock, act) == 0
 
 
 def test_a_child_copies_although_the_helper_was_being_made() -> None:

@@ -16,7 +16,7 @@ from process_kit import wait_until
 
 from holdfast.errors import HoldfastError, RunBusyError, SessionError
 from holdfast.storage import LocalStorage, MemoryStorage
-from holdfast.writer.arena import BOARD_BYTES, WHO_LEFT, Arena, StepMailbox
+from holdfast.writer.arena import MAILBOX_BYTES, WHO_LEFT, Arena, StepMailbox
 from holdfast.writer.client import SharedWriter, WriterClient
 from holdfast.writer.uploads.files import UploadJob
 
@@ -42,7 +42,7 @@ def test_a_run_files_and_uploads_have_one_process(tmp_path: Path) -> None:
         shared.client(files),
         shared.client(run, remote=far),
     )
-    process = of_run._talk.process
+    process = of_run._conversation.process
     assert process is not None
     assert of_run.process_id == of_files.process_id == of_uploads.process_id == process.pid
     opened = of_run.open_run(run, owner={"start_id": "aaaa"}).result(60)
@@ -96,7 +96,7 @@ def test_what_does_not_fit_has_a_writer_of_its_own(tmp_path: Path) -> None:
     assert first.process_id != second.process_id
     assert third.process_id == first.process_id
     assert thread.process_id is same.process_id is None
-    assert thread._talk is same._talk
+    assert thread._conversation is same._conversation
     first.close()
     clients.append(shared.client(disk, for_run=True))
     assert clients[-1].process_id == third.process_id, "the place of the run is free again"
@@ -113,7 +113,7 @@ def test_a_writer_that_dies_is_started_again_for_all(tmp_path: Path) -> None:
     for client, storage in ((of_files, files), (of_gone, gone)):
         client.take_name(storage, OF, start_id="aaaa").result(60)
     of_gone.close()
-    process = of_run._talk.process
+    process = of_run._conversation.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     of_files.verify_name(files, OF).result(60)
@@ -130,19 +130,19 @@ def test_a_rank_leaves_the_others_while_its_writer_goes_on(tmp_path: Path) -> No
     storage, shared = LocalStorage(tmp_path), SharedWriter()
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        Arena.create(BOARD_BYTES) as one,
-        Arena.create(BOARD_BYTES) as two,
+        Arena.create(MAILBOX_BYTES) as one,
+        Arena.create(MAILBOX_BYTES) as two,
         WriterClient.start(storage) as other,
     ):
         of_run, of_uploads = shared.client(storage, for_run=True), shared.client(storage)
         where: dict[str, Any] = {"addresses": [listener.getsockname()], "token": "0123456789abcdef", "timeout_s": 60.0}
-        for client, rank, board in ((other, 0, one), (of_run, 1, two)):
-            StepMailbox(board.view).clear(step=0)
-            client.join(board, rank=rank, world_size=2, listener=None if rank else listener.fileno(), **where)
+        for client, rank, mailbox in ((other, 0, one), (of_run, 1, two)):
+            StepMailbox(mailbox.view).clear(step=0)
+            client.join(mailbox, rank=rank, world_size=2, listener=None if rank else listener.fileno(), **where)
         of_run.ask_ranks("save 1").result(60)
         of_run.close(why="it has left the training (ValueError)")
         assert wait_until(lambda: "left the training" in str(other.ask_ranks(WHO_LEFT).exception(60)))
-        assert of_uploads._talk.team is None
+        assert of_uploads._conversation.membership is None
         of_uploads.take_name(storage, OF, start_id="aaaa").result(60)
         of_uploads.close()
 

@@ -132,8 +132,8 @@ def test_windows_of_a_save_that_could_not_be_queued() -> None:
 def test_calls_after_an_unexpected_end_are_refused(thread: bool) -> None:
     """A writer that could not read a message has ended: nobody would answer what is sent to it now."""
     client = WriterClient.start(thread=thread)
-    client._talk.send({"without": "do"})
-    client._talk._reader.join(20)
+    client._conversation.send({"without": "do"})
+    client._conversation._reader.join(20)
     assert client.closed
     with pytest.raises(HoldfastError, match="ended"):
         client.run_op("records")
@@ -147,9 +147,9 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_call() -> None:
         raise KeyError("value")
 
     with WriterClient.start(thread=True) as client:
-        storage = client._talk.tell_storage(MemoryStorage("unreadable"))
+        storage = client._conversation.tell_storage(MemoryStorage("unreadable"))
         args = {"storage": storage, "directory": ".probe-aaaaaaaa"}
-        future = client._talk.call({"do": "op", "op": "probe", "args": args}, decode=decode)
+        future = client._conversation.call({"do": "op", "op": "probe", "args": args}, decode=decode)
         assert "could not be read" in str(future.exception(20))
 
 

@@ -160,7 +160,7 @@ class StepBoundary:
             session.glance()
         if session.saves.wants_retry:
             self._save_when_space()
-        elif call == "save" or (session.saves.wants_another and session.team is None):
+        elif call == "save" or (session.saves.wants_another and session.rank_group is None):
             self.save()  # ranks take in a failure at a save alone, all at the same step
         if is_wanted or self._progress.step in self.saves_at:
             self.save(force=True)
@@ -280,8 +280,8 @@ class StepBoundary:
 
     def _skips(self, step: int) -> bool:
         """``when_busy="skip"``: tell whether a save is left out because the one before is still being written."""
-        session, team = self._session, self._session.team
-        if not session.saves.busy if team is None else team.may_save(step):  # the same answer on all ranks
+        session, rank_group = self._session, self._session.rank_group
+        if not session.saves.busy if rank_group is None else rank_group.may_save(step):  # the same answer on all ranks
             return False
         session.stats.skipped += 1
         session.journal("skipped", step=step)
@@ -360,7 +360,7 @@ class StepBoundary:
         self.policy.stopping = True
         guard = self.guard
         if guard is not None and guard.look(waits=True) is not None:
-            if self._session.team is None:
+            if self._session.rank_group is None:
                 self._leave()
             decide_at_stop(guard, note=partial(setattr, self, "left_for"))
         self.save(force=True)
@@ -377,17 +377,19 @@ class StepBoundary:
         Args:
             alone: do nothing where ranks save together, which have to make the final save first.
         """
-        if self.guard is not None and alone == (self._session.team is None) and self.guard.look(waits=True) is not None:
+        if self.guard is None or alone != (self._session.rank_group is None):
+            return
+        if self.guard.look(waits=True) is not None:
             self._leave()
 
     def _go_back(self) -> None:
         """Leave the body for a bad step: at once, or at a step that all ranks agree on."""
-        team = self._session.team
-        if team is None:
+        rank_group = self._session.rank_group
+        if rank_group is None:
             self._leave()
         elif not self._told_ranks:
             self._told_ranks = True
-            team.client.tell_ranks("want", kind="rollback")
+            rank_group.client.tell_ranks("want", kind="rollback")
 
     def _leave(self) -> None:
         """Leave the body, so that the next start goes on from before the bad step; nothing is saved.
@@ -415,7 +417,7 @@ class StepBoundary:
             if self.policy.must_end(tries):
                 self.stop()
             tries -= 1
-            if tries < 1 or (session.team is None and time.monotonic() + _FULL_RETRY_S > until):
+            if tries < 1 or (session.rank_group is None and time.monotonic() + _FULL_RETRY_S > until):
                 session.saves.on_full = "raise"
             time.sleep(_FULL_RETRY_S)
 
@@ -440,7 +442,7 @@ class StepBoundary:
             if session.saves.wants_retry:
                 self._save_when_space()
         self.wait()
-        if session.team is not None and not self.policy.stop_asked:
+        if session.rank_group is not None and not self.policy.stop_asked:
             self.judge_rest(alone=False)
         if self.guard is not None:
             self.guard.ended()
@@ -468,13 +470,13 @@ class StepBoundary:
         except Exception as error:  # noqa: BLE001 - the step is saved; the body may have closed what the state is of
             if session.leads:
                 # Of several ranks a change is in no checkpoint anyway, and many scripts end their process group here.
-                say = _LOG.warning if session.team is None else _LOG.info
+                say = _LOG.warning if session.rank_group is None else _LOG.info
                 say(
                     "step %d is saved (%s), and the state cannot be looked at any more (%s: %s): what the rest of the "
                     "body has changed is in no checkpoint", step, session.saves.last_name, type(error).__name__, error,
                 )  # fmt: skip
             return False
-        if changed and session.team is None:
+        if changed and session.rank_group is None:
             _LOG.info("%s changed after step %d was saved: it is saved again", changed, step)
         elif changed and session.leads:
             _LOG.warning(
@@ -482,7 +484,7 @@ class StepBoundary:
                 "checkpoint. Make it before the step is saved (in the body over ck.batches() or ck.epochs()), or keep "
                 "it beside the run: holdfast.save(path, state)", changed, step, session.saves.last_name,
             )  # fmt: skip
-        return bool(changed) and session.team is None
+        return bool(changed) and session.rank_group is None
 
     def end_after(self, reason: str, *, is_silent: bool = False) -> None:
         """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised.
@@ -502,7 +504,7 @@ class StepBoundary:
             nonlocal rescued
             if self.policy.snapshots is not None and not self._stopped and not self.left_for:
                 rescued = session.answer(session.client.rescue(reason))
-                self.rescues_later = session.team is not None
+                self.rescues_later = session.rank_group is not None
                 if rescued is not None:
                     _LOG.warning("the body raised; the state of the last snapshot is saved as %s", rescued)
 

@@ -323,7 +323,7 @@ class Checkpointer:
 
     def _reason(self, session: RunSession, error: BaseException) -> str:
         """Say why the body was left: a rank that is gone before the error that this is to the others."""
-        gone = None if session.team is None or self._signals.impatient else session.team.explain(error)
+        gone = None if session.rank_group is None or self._signals.impatient else session.rank_group.explain(error)
         if gone is None:
             return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         _LOG.error("%s. What this rank raises follows from that (%s)", gone, type(error).__name__)
@@ -570,11 +570,11 @@ class Checkpointer:
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(progress)
         policy = SavePolicy(schedule, self._signals, options.deadline, progress)
-        if session.team is not None:
+        if session.rank_group is not None:
             from .rank_group import DistributedSavePolicy  # not above: most runs have one rank
 
-            session.team.board.calls(progress.step)
-            policy = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
+            session.rank_group.mailbox.calls(progress.step)
+            policy = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.rank_group)
         policy.busy = lambda: snapshotter.would_wait
         if snapshotter.rescues:
             policy.snapshots = Schedule(options.rescue, now=time.monotonic())

@@ -56,7 +56,7 @@ _copying = False  # `save_async` is between its first and its last use of the ar
 _PROCESS, _THREAD = "process", "thread"  # kinds of writers
 _clients_lock = threading.RLock()
 _clients: dict[str, WriterClient] = {}
-_teams: dict[tuple[str, int, int], tuple[RankGroup, itertools.count[int]]] = {}
+_rank_groups: dict[tuple[str, int, int], tuple[RankGroup, itertools.count[int]]] = {}
 _start_id = ""
 _FILE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 _directory_said = False
@@ -399,7 +399,7 @@ def _after_fork_in_child() -> None:
     global _copying, _lock, _clients_lock, _start_id
     _lock, _clients_lock = threading.RLock(), threading.RLock()  # another thread may have held them
     _copying, _start_id = False, ""
-    for held in (_async, _idle, _pending, _clients, _teams):
+    for held in (_async, _idle, _pending, _clients, _rank_groups):
         held.clear()
 
 
@@ -411,7 +411,7 @@ class SaveTarget:
         checkpoint: what it becomes.
         client: the writer.
         save_id: of this save; the same on all ranks that make it.
-        team: the ranks that make it, None for this process alone.
+        rank_group: the ranks that make it, None for this process alone.
         overwrite: a committed checkpoint there is replaced.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
     """
@@ -419,14 +419,14 @@ class SaveTarget:
     checkpoint: Checkpoint
     client: WriterClient
     save_id: str
-    team: RankGroup | None = None
+    rank_group: RankGroup | None = None
     overwrite: bool = False
     unsupported: str = "raise"
 
     @property
     def layout(self) -> str:
         """Key of targets that can use the same arena."""
-        ranks = "" if self.team is None else f" {self.team.rank} of {self.team.world_size}"
+        ranks = "" if self.rank_group is None else f" {self.rank_group.rank} of {self.rank_group.world_size}"
         return f"{_kind(self.checkpoint.storage)} {self.checkpoint.storage.traits.max_file_bytes}{ranks}"
 
     def group(self, alike: Alike) -> tuple[int, ...] | None:
@@ -435,15 +435,15 @@ class SaveTarget:
         Raises:
             ConfigError: it names no ranks, or not this one.
         """
-        if self.team is None:
+        if self.rank_group is None:
             return None
         from holdfast.state.tree.sharded import ranks_alike  # not above: a process alone does not need it
 
-        return ranks_alike(alike, rank=self.team.rank, world_size=self.team.world_size)
+        return ranks_alike(alike, rank=self.rank_group.rank, world_size=self.rank_group.world_size)
 
     def snapshotter(self, *, max_staging_bytes: int | None = None) -> Snapshotter:
         """Make a snapshotter that lays files out as this target needs."""
-        rank, world_size = (0, 1) if self.team is None else (self.team.rank, self.team.world_size)
+        rank, world_size = (0, 1) if self.rank_group is None else (self.rank_group.rank, self.rank_group.world_size)
         return Snapshotter(
             rank=rank,
             world_size=world_size,
@@ -453,7 +453,7 @@ class SaveTarget:
 
     def broadcast_errors(self) -> contextlib.AbstractContextManager[None]:
         """Send an error to the other ranks, which wait for our part of this save."""
-        return contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(self.save_id)
+        return contextlib.nullcontext() if self.rank_group is None else self.rank_group.broadcast_errors(self.save_id)
 
     def submit(
         self,
@@ -472,14 +472,14 @@ class SaveTarget:
         Raises:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False, or a run.
         """
-        checkpoint, joint = self.checkpoint, self.team is not None
+        checkpoint, joint = self.checkpoint, self.rank_group is not None
         check_free(checkpoint.storage, checkpoint.directory, overwrite=self.overwrite)
         manifest = manifest_fields(
             checkpoint_id=uuid.uuid4().hex,
             step=step,
             epoch=None,
             metrics=metrics or {},
-            world_size=1 if self.team is None else self.team.world_size,
+            world_size=1 if self.rank_group is None else self.rank_group.world_size,
         )
         job = SaveJob(
             directory=checkpoint.directory,
@@ -500,10 +500,10 @@ class SaveTarget:
             future: of the save.
             what: names it in the error.
         """
-        limit_s = None if self.team is None else self.team.timeout_s + ANSWER_MARGIN_S
+        limit_s = None if self.rank_group is None else self.rank_group.timeout_s + ANSWER_MARGIN_S
         wait([future], timeout=limit_s)
         if not future.done():
-            whose = "" if self.team is None else f"rank {self.team.rank}: "
+            whose = "" if self.rank_group is None else f"rank {self.rank_group.rank}: "
             raise HoldfastError(f"{whose}{what} is not durable after {limit_s:.0f} s")
 
 
@@ -537,36 +537,37 @@ def open_target(
         found = error
     kind = _PROCESS if isinstance(found, HoldfastError) else _kind(found.storage)
     with _clients_lock:
-        team, numbers = _team(info, kind)
+        rank_group, numbers = _rank_group(info, kind)
         # Counted in any case: the n-th saves of all ranks belong together, also after a failure on this rank alone.
-        save_id = f"{team.start_id}-{next(numbers):x}"
+        save_id = f"{rank_group.start_id}-{next(numbers):x}"
     if isinstance(found, HoldfastError):
-        with team.broadcast_errors(save_id):
+        with rank_group.broadcast_errors(save_id):
             raise found
-    if team.client.closed:
+    if rank_group.client.closed:
         # No second meeting: this rank cannot know whether the others come too.
         raise HoldfastError(
-            f"rank {team.rank}: the writer process of this rank has ended, and with it the saves of all ranks: start "
-            "the ranks again, or save on one of them with ranks='this'"
+            f"rank {rank_group.rank}: the writer process of this rank has ended, and with it the saves of all ranks: "
+            "start the ranks again, or save on one of them with ranks='this'"
         )
     return SaveTarget(
-        checkpoint=found, client=team.client, save_id=save_id, team=team, overwrite=overwrite, unsupported=unsupported
-    )
+        checkpoint=found, client=rank_group.client, save_id=save_id, rank_group=rank_group, overwrite=overwrite,
+        unsupported=unsupported,
+    )  # fmt: skip
 
 
-def _team(info: RankInfo, kind: str) -> tuple[RankGroup, itertools.count[int]]:
+def _rank_group(info: RankInfo, kind: str) -> tuple[RankGroup, itertools.count[int]]:
     key = (kind, info.rank, info.world_size)
-    known = _teams.get(key)
+    known = _rank_groups.get(key)
     if known is None:
         otherwise = "save on one rank alone with ranks='this'"
         meeting = meet(info, name=f"save-{kind}", timeout_s=_TIMEOUT_S, otherwise=otherwise)
         client = WriterClient.start(thread=kind == _THREAD or None)
         try:
-            team = RankGroup(meeting, client, timeout_s=_TIMEOUT_S)
+            rank_group = RankGroup(meeting, client, timeout_s=_TIMEOUT_S)
         except BaseException:
             client.close(0.0)
             raise
-        known = _teams[key] = (team, itertools.count(1))
+        known = _rank_groups[key] = (rank_group, itertools.count(1))
     return known
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._meant import closest
 from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
-from holdfast.config import Guard, Keep, Mirror, check_silence
+from holdfast.config import Guard, Keep, Mirror, check_silence, check_timeout
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE
 from holdfast.state.load.selection import Fit, Selection, covers
@@ -140,8 +140,7 @@ class CheckpointerOptions:
                 "guard= with resume='never' under `holdfast run`: each life would begin anew, meet the bad step again "
                 "and be rolled back, for ever. Leave resume= out, or give Guard(..., action='stop')"
             )
-        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        check_timeout(timeout_s)
         check_silence(silence_s)
         if silence_s > max(SILENCE_S, timeout_s):
             raise ConfigError(

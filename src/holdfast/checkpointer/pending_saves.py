@@ -26,7 +26,7 @@ import torch
 from holdfast._log import get_logger
 from holdfast._version import __version__
 from holdfast.errors import DroppedSaveError, HoldfastError, StorageError, StorageFullError, StorageUnavailableError
-from holdfast.storage.together import SerialExecutor
+from holdfast.storage.together import SerialExecutor, chain
 from holdfast.writer.client import WriterClient
 
 from .metrics import plain_metrics
@@ -336,7 +336,7 @@ class NoteSender:
             except BaseException as error:  # noqa: BLE001 - a thread edge: the record's future carries it
                 answered.set_exception(error)
             else:
-                sent.add_done_callback(lambda done: _pass_on(done, answered))
+                chain(sent, answered)
 
         self._newest = self._executor.run(send)
         return answered
@@ -360,14 +360,6 @@ class NoteSender:
         """Send nothing more than what is on its way; waits for nothing."""
         if self._executor is not None:
             self._executor.close(wait=False)
-
-
-def _pass_on(done: Future[Any], answered: Future[Any]) -> None:
-    error = done.exception()
-    if error is not None:
-        answered.set_exception(error)
-    else:
-        answered.set_result(done.result())
 
 
 class LostSaves:

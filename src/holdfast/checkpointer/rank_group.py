@@ -16,7 +16,7 @@ from holdfast._ranks import current_ranks
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.run.process import network_name
-from holdfast.writer.arena import BOARD_BYTES, WHO_LEFT, Arena, StepMailbox
+from holdfast.writer.arena import MAILBOX_BYTES, WHO_LEFT, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.ranks.link import check_connections
@@ -47,7 +47,7 @@ class RankGroup:
         rank: ours.
         world_size: number of ranks.
         start_id: of this life of all of them.
-        board: words shared with our writer.
+        mailbox: words shared with our writer.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class RankGroup:
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.client, self.timeout_s = client, timeout_s
         self._listener: socket.socket | None = None
-        arena = self._arena = Arena.create(BOARD_BYTES)
-        self.board = StepMailbox(arena.view)
-        self.board.clear(step=0)
+        arena = self._arena = Arena.create(MAILBOX_BYTES)
+        self.mailbox = StepMailbox(arena.view)
+        self.mailbox.clear(step=0)
         try:
             agreed = meeting.agree("address", _facts, self._open)
             self.start_id: str = agreed["start_id"]
@@ -98,7 +98,7 @@ class RankGroup:
 
     def trouble(self) -> HoldfastError | None:
         """Return the error of a rank that is gone, which names it; None while all are there, which costs nothing."""
-        if not self.board.broken:
+        if not self.mailbox.broken:
             return None
         asked = self.client.ask_ranks(WHO_LEFT)
         wait([asked], timeout=ANSWER_MARGIN_S)
@@ -128,7 +128,7 @@ class RankGroup:
         """Close the listening socket and the shared memory. Call it after the writer was closed; idempotent."""
         if self._listener is not None:
             self._listener.close()
-        self.board.close()
+        self.mailbox.close()
         self._arena.close()
 
     def _open(self, facts: list[Any]) -> dict[str, Any]:
@@ -206,14 +206,14 @@ class DistributedSavePolicy(SavePolicy):
         signals: those that ask the run to stop.
         deadline: when the processes will be ended.
         progress: the counters.
-        team: the ranks.
+        rank_group: the ranks.
     """
 
     def __init__(
-        self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress, team: RankGroup
+        self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress, rank_group: RankGroup
     ) -> None:
         super().__init__(schedule, signals, deadline, progress)
-        self._team = team
+        self._rank_group = rank_group
         self._wants_save = self._wants_stop = self._wants_keep = False  # the others know, and it is not done yet
         self._keep_agreed = False
         self._is_due = self._is_broken = False  # the deadline is near; another rank has left
@@ -232,13 +232,13 @@ class DistributedSavePolicy(SavePolicy):
 
     def call(self, now: float, *, step_s: float, save_s: float) -> Call:
         """Publish the step; return what it calls for, the same on all ranks; waits while they are about to agree."""
-        team, step = self._team, self._progress.step
-        called = team.board.calls(step)
+        rank_group, step = self._rank_group, self._progress.step
+        called = rank_group.mailbox.calls(step)
         if self._must_stop(now, step_s, save_s):
             self._want_stop()
-        elif team.rank == 0:
+        elif rank_group.rank == 0:
             self._wish(now)
-        kind = agreed(team, step) if called else None
+        kind = agreed(rank_group, step) if called else None
         if kind is not None:
             # A wish that this step does not fulfil is sent again: rank 0's writer counts repeated wishes once.
             self._wants_save = self._wants_stop = self._wants_keep = False
@@ -246,7 +246,7 @@ class DistributedSavePolicy(SavePolicy):
             self._keep_agreed = True
         elif kind is not None and kind != "settle":
             return kind
-        if team.board.broken:
+        if rank_group.mailbox.broken:
             self._is_broken = True
             return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
         return "save" if step >= self._schedule.next_step else kind
@@ -259,7 +259,7 @@ class DistributedSavePolicy(SavePolicy):
         """Tell whether to stop where all ranks are held at the same step; the same on all of them."""
         if self._must_stop(time.monotonic(), 0.0, 0.0):
             self._want_stop()
-        return not self._team.may_go_on(self._progress.step, tries)
+        return not self._rank_group.may_go_on(self._progress.step, tries)
 
     def saved(self) -> None:
         """Count a save."""
@@ -269,17 +269,17 @@ class DistributedSavePolicy(SavePolicy):
     def _want_stop(self) -> None:
         if not self._wants_stop:
             self._wants_stop = True
-            self._team.client.tell_ranks("want", kind="stop")
+            self._rank_group.client.tell_ranks("want", kind="stop")
 
     def _wish(self, now: float) -> None:
         """Ask for a save, or a snapshot, if it is due by what the others count differently; on rank 0."""
         if not self._wants_save and self._wished(self._schedule, now):
             self._wants_save = True
-            self._team.client.tell_ranks("want", kind="save")
+            self._rank_group.client.tell_ranks("want", kind="save")
         snapshots = self.snapshots
         if snapshots is not None and not self._wants_keep and self._wished(snapshots, now) and not self.busy():
             self._wants_keep = True
-            self._team.client.tell_ranks("want", kind="keep")
+            self._rank_group.client.tell_ranks("want", kind="keep")
 
     def _keep_due(self, snapshots: Schedule, now: float) -> bool:
         agreed, self._keep_agreed = self._keep_agreed, False
@@ -292,32 +292,32 @@ class DistributedSavePolicy(SavePolicy):
         if self._signals.received is not None:
             return True
         # Ranks stop two or three steps after a rank asks.
-        if self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s):
+        if self._rank_group.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s):
             self._is_due = True
         return self._is_due
 
 
-def agreed(team: RankGroup, step: int) -> Call:
+def agreed(rank_group: RankGroup, step: int) -> Call:
     """Return what all ranks do at ``step``, if they agreed on it; waits while they are about to agree.
 
     Raises:
         HoldfastError: rank 0's writer does not answer in time.
     """
-    board, timeout_s = team.board, team.timeout_s
+    mailbox, timeout_s = rank_group.mailbox, rank_group.timeout_s
     until = time.monotonic() + timeout_s
-    while board.calls(step):
-        target = board.target
-        if board.armed and board.target == target:
-            kind: Any = board.kind
-            board.act(target)
-            team.client.tell_ranks("acted", step=target)
+    while mailbox.calls(step):
+        target = mailbox.target
+        if mailbox.armed and mailbox.target == target:
+            kind: Any = mailbox.kind
+            mailbox.act(target)
+            rank_group.client.tell_ranks("acted", step=target)
             return kind  # type: ignore[no-any-return]
-        if board.broken:
+        if mailbox.broken:
             return None
         if time.monotonic() > until:
             raise HoldfastError(
-                f"rank {team.rank} waits at step {step} for the word of rank 0's writer, which has not come within "
-                f"{timeout_s:g} s (timeout_s)"
+                f"rank {rank_group.rank} waits at step {step} for the word of rank 0's writer, which has not come "
+                f"within {timeout_s:g} s (timeout_s)"
             )
         time.sleep(_LOOK_S)
     return None

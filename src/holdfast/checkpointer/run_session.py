@@ -88,7 +88,7 @@ class RunSession:
     Attributes:
         root: of the run.
         client: the writer.
-        team: the ranks that save together; None for this process alone.
+        rank_group: the ranks that save together; None for this process alone.
         leads: the run is open in our writer.
         staged: the ranks share no disk: the run is at the remote, and each rank stages its part of a save.
         start_id: of this life.
@@ -145,10 +145,10 @@ class RunSession:
         self.client = WriterClient.start(storage, remote=remote) if client is None else client
         self._sender = NoteSender(self.client)
         self.start_id = new_start_id()
-        self.team: RankGroup | None = None
+        self.rank_group: RankGroup | None = None
         if self.meeting.world_size > 1:
-            self.team = self._join(silence_s)
-            self.start_id = self.team.start_id
+            self.rank_group = self._join(silence_s)
+            self.start_id = self.rank_group.start_id
         self.saves = self.pending(on_full=on_full)
 
     def _join(self, silence_s: float) -> RankGroup:
@@ -164,7 +164,7 @@ class RunSession:
         """Return what follows saves into this run, see `PendingSaves`."""
         return PendingSaves(
             self.storage.uri, timeout_s=self.timeout_s, bound=self._bound,
-            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self.costs.held,
+            rank=None if self.rank_group is None else self.rank_group.rank, on_full=on_full, held=self.costs.held,
         )  # fmt: skip
 
     # -- the run
@@ -356,7 +356,7 @@ class RunSession:
         self._name(save)
         save.begun, save_id, metrics = time.perf_counter(), self.next_save_id(), save.metrics
         try:
-            with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
+            with contextlib.nullcontext() if self.rank_group is None else self.rank_group.broadcast_errors(save_id):
                 if self.remote_watch is not None:
                     self.remote_watch.make_room(self.timeout_s)
                 # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
@@ -455,7 +455,7 @@ class RunSession:
 
     def _job(self, save: RunSave, saves: PendingSaves, save_id: str) -> SaveJob:
         """Return what the writer is told of a state; the snapshotter adds its files."""
-        joint, in_run = self.team is not None, "/" not in save.name  # a run's index has what lies directly in it
+        joint, in_run = self.rank_group is not None, "/" not in save.name  # a run's index has what lies directly in it
         return SaveJob(
             directory=save.name, save_id=save_id, manifest=self._fields(save, saves, self.meeting.world_size),
             overwrite=save.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
@@ -515,7 +515,7 @@ class RunSession:
         """Process, between saves, what has ended, at next to no cost if nothing has; see `PendingSaves.glance`."""
         if not self.saves.ended.is_set():
             return
-        if self.team is None:
+        if self.rank_group is None:
             self.settle(leave=len(self.saves))
         else:
             self.saves.glance()
@@ -564,7 +564,7 @@ class RunSession:
 
     def _free(self, name: str) -> None:
         """Let the next try use the name of a save that failed, unless it committed after all."""
-        if self.team is not None:
+        if self.rank_group is not None:
             # No look at the storage: all ranks have to choose the same name next, and they may see different things.
             self.names.discard(name)
             return
@@ -679,8 +679,8 @@ class RunSession:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         self._sender.close()
         self.client.close(limit_s, why=why)
-        if self.team is not None:
-            self.team.close()
+        if self.rank_group is not None:
+            self.rank_group.close()
         if self.announcer is not None:
             self.announcer.close(limit_s)
         self.life.end()

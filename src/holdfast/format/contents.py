@@ -391,17 +391,19 @@ def _tag(node: Mapping[str, Any]) -> str | None:
     return tag if isinstance(tag, str) else None
 
 
+def tensor_rows(node: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Write out a "tensors" node: a node for each of its tensors."""
+    trained = frozenset(node.get("rg", ()))
+    return {key: {"$": "tensor", "n": node["at"] + key, **({"rg": 1} if key in trained else {})} for key in node["k"]}
+
+
 def _rows(node: dict[str, Any]) -> dict[str, tuple[Any, Any]] | None:
     """Return the entries of a mapping by the text of their keys; None for anything else."""
     tag = _tag(node)
     if tag is None:
         return {name: (name, item) for name, item in node.items()}
     if tag == "tensors":
-        trained = frozenset(node.get("rg", ()))
-        rows = {
-            key: {"$": "tensor", "n": node["at"] + key, **({"rg": 1} if key in trained else {})} for key in node["k"]
-        }
-        return {key: (key, row) for key, row in rows.items()}
+        return {key: (key, row) for key, row in tensor_rows(node).items()}
     if tag in _MAPPINGS and isinstance(node.get("v"), list):
         # A key that is no text is a tree of its own.
         return {name if isinstance(name, str) else f"\0{name!r}": (name, item) for name, item in node["v"]}

@@ -25,7 +25,7 @@ from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, RunSave, passi
 from holdfast.checkpointer.rendezvous import Rendezvous
 from holdfast.checkpointer.resume import Quarantine, first_good
 from holdfast.checkpointer.run_session import RunSession
-from holdfast.config import Keep
+from holdfast.config import Keep, check_timeout
 from holdfast.copying.local import clone_or_link_tree
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -97,8 +97,7 @@ class DirectoryCheckpoints:
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
         if on_full not in ("skip", "raise"):
             raise ConfigError(f"on_full={on_full!r}: use 'skip' or 'raise'")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        check_timeout(timeout_s)
         self.storage = resolve(path)
         self.keep, self.on_full, self.timeout_s = keep, on_full, timeout_s
         check_root(self.storage)

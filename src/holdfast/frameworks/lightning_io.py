@@ -23,6 +23,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.functions import SaveHandle, begin_save, load
 from holdfast.checkpointer.meeting import Alone, Meeting, meet
 from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, LostSaves, state_of
+from holdfast.config import check_timeout
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -76,8 +77,7 @@ class Saves:
     ) -> None:
         if unsupported not in ("raise", "drop"):
             raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        check_timeout(timeout_s)
         self._given = root if root is None or "://" in os.fspath(root) else os.path.abspath(root)
         self._root: Storage | None = None if self._given is None else resolve(self._given)
         self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice

@@ -21,11 +21,12 @@ import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
 from holdfast.errors import CheckpointError
+from holdfast.format.contents import tensor_rows
 from holdfast.format.names import check_links
 from holdfast.state.save.plan import signature
 from holdfast.state.save.torch_file import tensor_bytes
 from holdfast.state.tree.arrays import dtype_name
-from holdfast.state.tree.flatten import Flat, flatten
+from holdfast.state.tree.flatten import Flat, flatten, unused_name
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
 
@@ -158,12 +159,7 @@ class Gathered:
 
 def tensor_name(path: Sequence[str | int], taken: AbstractSet[str] = frozenset()) -> str:
     """Return a name for the tensor at a path that is not ``taken``: keys with "/" in them can make two paths alike."""
-    name = unique = "/".join(map(str, path))
-    number = 1
-    while unique in taken:
-        number += 1
-        unique = f"{name}~{number}"  # as `flatten` names them
-    return unique
+    return unused_name("/".join(map(str, path)), taken)
 
 
 def node_of(
@@ -200,10 +196,7 @@ def tensor_names(node: Any) -> Iterator[str]:
 def _top_items(tree: Any) -> dict[str, Any]:
     """Return the nodes of a state by name, in whichever form `flatten` wrote the mapping."""
     if tree.get("$") == "tensors":
-        trained = frozenset(tree.get("rg", ()))
-        return {
-            key: {"$": "tensor", "n": tree["at"] + key, **({"rg": 1} if key in trained else {})} for key in tree["k"]
-        }
+        return tensor_rows(tree)
     return dict(tree["v"]) if "$" in tree else tree
 
 

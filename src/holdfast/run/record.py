@@ -36,6 +36,10 @@ COLUMNS = ("name", "attempt", "step", "epoch", "created", "size", "reused", "pin
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TRIES = 32
+_SHORT = frozenset({float, str, bool, type(None)})
+_PLAIN = _SHORT | {int}
+_USUAL = 1 << 63
+_MAX_DEPTH = 32  # of metrics
 
 METRICS_FILE = ".metrics.json"
 _EARLY = {"metrics", "pinned"}  # the keys of versions that wrote no digest
@@ -364,19 +368,88 @@ def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as JSON values; tensors and arrays of one element become numbers.
+    """Return a copy of metrics in which everything is JSON: nested dicts and lists, one-element tensors as numbers.
+
+    A tensor on an accelerator is read here, which waits for its device.
 
     Raises:
-        ConfigError: a value is neither a JSON value nor has one element.
+        ConfigError: a value is no metric; the message names the first.
     """
-    read = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-    for name, value in read.items():
-        try:
-            json.dumps(to_plain({name: value}), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            check_length(value, name)
-            raise ConfigError(f"metric {name!r} is {brief(value, 200)}: give a number or text") from error
-    return read
+    if type(metrics) is dict:
+        for key, value in metrics.items():
+            kind = type(value)
+            if kind not in _SHORT and not (kind is int and -_USUAL < value < _USUAL):  # counts, at each report
+                break
+            if type(key) is not str:
+                break
+        else:
+            return metrics.copy()
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"report(metrics={brief(metrics, 60)}): metrics are a dict such as {{'loss': 0.3}}, not "
+            f"{kind_name(metrics)}"
+        )
+    return _plain_mapping(metrics, "", 0)
+
+
+def _plain_mapping(metrics: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"metric {path!r} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
+    plain = {}
+    for key, value in metrics.items():
+        if not isinstance(key, (str, int)):
+            raise ConfigError(f"metrics{f' below {path!r}' if path else ''} have the key {brief(key, 60)}: use strings")
+        plain[str(key)] = _plain(value, f"{path}/{key}" if path else str(key), depth)
+    return plain
+
+
+def _plain(value: Any, path: str, depth: int) -> Any:
+    check_length(value, path)
+    if type(value) in _PLAIN:
+        return value
+    for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, path, depth + 1)
+    if isinstance(value, (list, tuple)):
+        if depth >= _MAX_DEPTH:
+            raise ConfigError(f"metric {path!r} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
+        return [_plain(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
+    shape = getattr(value, "shape", None)
+    if shape is not None and callable(getattr(value, "item", None)):  # torch, NumPy, JAX
+        if math.prod(shape) != 1:
+            raise ConfigError(
+                f"metric {path!r} is a {type(value).__name__} of shape {tuple(shape)}: report one number "
+                "(.mean(), .item()), or .tolist() if you want them all; tensors to keep go into state= or a checkpoint"
+            )
+        return _plain(value.item(), path, depth + 1)
+    number = number_of(value)
+    if number is None:
+        raise ConfigError(
+            f"metric {path!r} is {brief(value, 60)} ({kind_name(value)}): metrics are numbers, strings, None, and "
+            "dicts and lists of these; put anything else into state= or the checkpoint"
+        )
+    return number
+
+
+def number_of(value: Any) -> float | None:
+    """Convert what has a number's value: a one-element tensor, a Decimal, an average meter; None for the rest."""
+    if isinstance(value, (int, float)):
+        return value
+    shape = getattr(value, "shape", None)
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or (shape and math.prod(shape) != 1):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def kind_name(value: Any) -> str:
+    """Name the class of a value for a message."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def to_plain(value: Any) -> Any:

@@ -125,6 +125,19 @@ def asked_again(storage: _Parallel, call: Callable[[], _T], missing: type[Except
     return call()
 
 
+def chain(source: Future[_T], target: Future[_T]) -> None:
+    """Let ``target`` end as ``source`` does, with its result or its error."""
+
+    def ended(done: Future[_T]) -> None:
+        error = done.exception()
+        if error is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(done.result())
+
+    source.add_done_callback(ended)
+
+
 class SerialExecutor:
     """Runs calls one after another on one daemon thread: work beside the writing, notes, copies."""
 

@@ -262,10 +262,10 @@ _SIZE = 256 << 10
 _STEPS, _LENGTH, _HEAD, _STAMP = struct.Struct("=q"), struct.Struct("=Q"), struct.Struct("=Ic"), struct.Struct("=qqd")
 _ROWS = _STEPS.size + _LENGTH.size
 _CODES = {float: "d", int: "q"}
-BOARD_BYTES: Final = 4096
+MAILBOX_BYTES: Final = 4096
 NEVER: Final = (1 << 62) - 1
 KINDS: Final = ("save", "stop", "settle", "rollback", "keep")
-WHO_LEFT: Final = "who left"  # asked of our own writer once the board says that a rank is gone
+WHO_LEFT: Final = "who left"  # asked of our own writer once the mailbox says that a rank is gone
 
 _DONE, _ACTED, _TARGET, _ARMED, _KIND, _BROKEN = range(6)
 
@@ -370,25 +370,25 @@ class StepMailbox:
     later (`member`), looks at the step. So at least one of them sees what the other has stored.
 
     Args:
-        memory: at least `BOARD_BYTES` of shared memory, all zero at first.
+        memory: at least `MAILBOX_BYTES` of shared memory, all zero at first.
 
     Example:
-        >>> board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
-        >>> board.clear(step=3)
-        >>> board.propose(9, "stop")
-        >>> (board.target, board.armed, board.kind, board.done)
+        >>> mailbox = StepMailbox(memoryview(bytearray(MAILBOX_BYTES)))
+        >>> mailbox.clear(step=3)
+        >>> mailbox.propose(9, "stop")
+        >>> (mailbox.target, mailbox.armed, mailbox.kind, mailbox.done)
         (9, False, 'stop', 3)
     """
 
     __slots__ = ("_words",)
 
     def __init__(self, memory: memoryview) -> None:
-        self._words = memory[:BOARD_BYTES].cast("B").cast("q")
+        self._words = memory[:MAILBOX_BYTES].cast("B").cast("q")
 
     # -- the trainer's words
 
     def clear(self, *, step: int) -> None:
-        """Begin, at ``step``; before the writer knows this board."""
+        """Begin, at ``step``; before the writer knows this mailbox."""
         words = self._words
         words[_DONE], words[_ACTED], words[_TARGET], words[_ARMED] = step, -1, NEVER, -1
         words[_KIND] = words[_BROKEN] = 0

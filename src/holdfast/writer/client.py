@@ -36,12 +36,12 @@ class WriterClient:
         ...     writer.submit(storage, job, [index, state], arena).result().bytes_written
     """
 
-    def __init__(self, *, thread: bool, talk: Conversation | None = None) -> None:
-        self._talk = Conversation(thread=thread) if talk is None else talk
-        self._talk.users.add(self)
+    def __init__(self, *, thread: bool, conversation: Conversation | None = None) -> None:
+        self._conversation = Conversation(thread=thread) if conversation is None else conversation
+        self._conversation.users.add(self)
         # What of it has to be given back by a `close` that does not end the writer.
         self._names: set[tuple[int, str]] = set()
-        self._holds_run = self._in_team = self._for_run = False
+        self._holds_run = self._joined = self._for_run = False
 
     @classmethod
     def start(
@@ -61,17 +61,17 @@ class WriterClient:
     @property
     def process_id(self) -> int | None:
         """Process id of the writer, None when it is a thread."""
-        return None if self._talk.process is None else self._talk.process.pid
+        return None if self._conversation.process is None else self._conversation.process.pid
 
     @property
     def closed(self) -> bool:
         """True once this client takes no more work: closed, or its writer died for good."""
-        return self not in self._talk.users or self._talk.closed
+        return self not in self._conversation.users or self._conversation.closed
 
     def attach(self, arena: Arena) -> None:
         """Hand an arena over before the first job needs it, so that the writer maps its pages meanwhile."""
-        with self._talk.turn():
-            self._talk.tell_arena(arena)
+        with self._conversation.turn():
+            self._conversation.tell_arena(arena)
 
     def submit(
         self,
@@ -100,11 +100,11 @@ class WriterClient:
         header = {"do": "save", "job": job, "arena": None if arena is None else arena.number}
         if filled is not None:
             header["filled"] = filled
-        with self._talk.turn():
-            header["storage"] = self._talk.tell_storage(storage)
+        with self._conversation.turn():
+            header["storage"] = self._conversation.tell_storage(storage)
             if arena is not None:
-                self._talk.tell_arena(arena)
-            save = self._talk.call(
+                self._conversation.tell_arena(arena)
+            save = self._conversation.call(
                 header, attachments=tuple(blobs), arena=arena, windowed=job.windowed, decode=SaveResult.from_json
             )  # fmt: skip
             if job.joint:
@@ -123,10 +123,10 @@ class WriterClient:
             blobs: as for `submit`.
             arena: must not change before `release`.
         """
-        with self._talk.turn():
-            header = {"do": "hold", "job": job, "storage": self._talk.tell_storage(storage)}
-            self._talk.tell_arena(arena)
-            self._talk.send({**header, "arena": arena.number}, blobs)
+        with self._conversation.turn():
+            header = {"do": "hold", "job": job, "storage": self._conversation.tell_storage(storage)}
+            self._conversation.tell_arena(arena)
+            self._conversation.send({**header, "arena": arena.number}, blobs)
 
     def release(self, arena: Arena, timeout_s: float | None = None) -> bool:
         """Have the writer forget what it holds in an arena.
@@ -135,9 +135,9 @@ class WriterClient:
             Whether the arena may change from now on. If not, after ``timeout_s``, the message would still be lost with
             this process, and the writer would commit what it holds there.
         """
-        with self._talk.turn():
-            self._talk.send({"do": "release", "arena": arena.number})
-        return self._talk.flush(timeout_s)
+        with self._conversation.turn():
+            self._conversation.send({"do": "release", "arena": arena.number})
+        return self._conversation.flush(timeout_s)
 
     def rescue(self, why: str) -> Future[str | None]:
         """Commit the newest save that is held, if it is newer than all that are committed.
@@ -148,7 +148,7 @@ class WriterClient:
         Returns:
             The name of the checkpoint, None if there was nothing newer.
         """
-        return self._talk.call({"do": "rescue", "why": why})
+        return self._conversation.call({"do": "rescue", "why": why})
 
     def ingest(self, storage: Storage, job: IngestJob) -> PendingCall:
         """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
@@ -187,16 +187,17 @@ class WriterClient:
             HoldfastError: as `submit`. From the future: it was tried as often as the job says; nothing counts as
                 uploaded.
         """
-        with self._talk.turn():
-            keys = {"storage": self._talk.tell_storage(source), "target": self._talk.tell_storage(target)}
-            return self._talk.call({"do": "upload", **keys, "job": job, "num_workers": num_workers})
+        with self._conversation.turn():
+            tell = self._conversation.tell_storage
+            keys = {"storage": tell(source), "target": tell(target)}
+            return self._conversation.call({"do": "upload", **keys, "job": job, "num_workers": num_workers})
 
     def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> PendingCall:
         if not job.manifest.get("checkpoint_id"):
             raise ConfigError(f"{job.directory}: a job needs a checkpoint_id, by which a repeated one is known again")
-        with self._talk.turn():
-            header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job}
-            return self._talk.call(header, decode=SaveResult.from_json)
+        with self._conversation.turn():
+            header = {"do": do, "storage": self._conversation.tell_storage(storage), "job": job}
+            return self._conversation.call(header, decode=SaveResult.from_json)
 
     def window(
         self, save: PendingCall, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int
@@ -211,22 +212,22 @@ class WriterClient:
         """
         header = {"do": "window", "job_no": save.number, "file_no": file_no, "file_offset": file_offset}
         header |= {"arena_offset": arena_offset, "nbytes": nbytes}
-        with self._talk.lock:
+        with self._conversation.lock:
             save.check_windows()
-            return self._talk.call(header, repeatable=False)
+            return self._conversation.call(header, repeatable=False)
 
     def begin_again(self, save: PendingCall) -> None:
         """Send the windows of a job from the first again, to a writer that was started again."""
-        with self._talk.lock:
+        with self._conversation.lock:
             save.interrupted = False
 
     def fill(self, save: PendingCall, filled: int) -> None:
         """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
-        with self._talk.turn():
+        with self._conversation.turn():
             if not save.done():
                 # Kept with the call: if the writer dies, the job is sent again with what is there by then.
                 save.header["filled"] = filled
-                self._talk.send({"do": "fill", "job_no": save.number, "filled": filled})
+                self._conversation.send({"do": "fill", "job_no": save.number, "filled": filled})
 
     def seal(self, save: PendingCall) -> None:
         """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
@@ -234,10 +235,10 @@ class WriterClient:
         Raises:
             WindowsLostError: as `window`.
         """
-        with self._talk.turn():
+        with self._conversation.turn():
             save.check_windows()
             save.sealed = True
-            self._talk.send({"do": "seal", "job_no": save.number})
+            self._conversation.send({"do": "seal", "job_no": save.number})
 
     def abandon(self, save: PendingCall, error: HoldfastError | None = None) -> None:
         """Drop a job that is not sealed; its files are removed and its future fails. Does nothing after the end.
@@ -247,17 +248,17 @@ class WriterClient:
             error: why, for the future, and for the futures of the other ranks.
         """
         header = {"do": "abandon", "job_no": save.number, "error": None if error is None else error_to_json(error)}
-        with self._talk.lock:
-            if self._talk.closed:
+        with self._conversation.lock:
+            if self._conversation.closed:
                 return  # the writer drops what is not sealed; an error of ours would hide the one that led here
-            with self._talk.turn():
+            with self._conversation.turn():
                 # A writer that is started again must not wait for the rest of it.
                 save.dropped = save.dropped or error or HoldfastError("the trainer abandoned this save")
-                self._talk.send(header)
+                self._conversation.send(header)
 
     def join(
         self,
-        board: Arena,
+        mailbox: Arena,
         *,
         rank: int,
         world_size: int,
@@ -271,7 +272,7 @@ class WriterClient:
         """Join the writers of the other ranks: rank 0's writer listens, all connect to it. Returns at once.
 
         Args:
-            board: memory of a `holdfast.writer.arena.StepMailbox`, cleared.
+            mailbox: memory of a `holdfast.writer.arena.StepMailbox`, cleared.
             rank: of this trainer.
             world_size: number of ranks.
             addresses: where rank 0's writer listens, to be tried in turn.
@@ -283,10 +284,11 @@ class WriterClient:
         """
         fds = () if listener is None else (listener,)
         header = {"do": "join", "rank": rank, "world_size": world_size, "addresses": list(addresses), "token": token}
-        header |= {"timeout_s": timeout_s, "board": board.number, "pid": os.getpid()}
-        with self._talk.turn():
-            self._talk.team, self._in_team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds), True
-            self._talk.tell_team()
+        header |= {"timeout_s": timeout_s, "mailbox": mailbox.number, "pid": os.getpid()}
+        with self._conversation.turn():
+            self._conversation.membership = {**header, "beat_s": beat_s, "stale_s": stale_s}, mailbox, fds
+            self._joined = True
+            self._conversation.tell_membership()
 
     def stage(self, local: Storage, remote: Storage, mirror: Mirror, *, start_id: str) -> Future[None]:
         """Stage the parts of joint saves on a local disk and bring them to the remote, where the run is open.
@@ -297,13 +299,13 @@ class WriterClient:
             mirror: how far the remote may be behind.
             start_id: of this life.
         """
-        with self._talk.turn():
-            assert self._talk.team is not None
-            header, board, fds = self._talk.team
-            keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
+        with self._conversation.turn():
+            assert self._conversation.membership is not None
+            header, mailbox, fds = self._conversation.membership
+            keys = {"local": self._conversation.tell_storage(local), "remote": self._conversation.tell_storage(remote)}
             args = {**keys, "limits": limits_of(mirror), "start_id": start_id}
-            self._talk.team = ({**header, "stage": args}, board, fds)
-            return self._talk.call({"do": "joint", "what": "stage", "args": args})
+            self._conversation.membership = ({**header, "stage": args}, mailbox, fds)
+            return self._conversation.call({"do": "joint", "what": "stage", "args": args})
 
     def tell_ranks(self, what: str, **args: Any) -> None:
         """Send a message about this rank to the other ranks.
@@ -311,18 +313,19 @@ class WriterClient:
         "want" (kind: "save", "stop" or "rollback", at a step to be agreed), "acted" (step: this rank acts at the agreed
         step), "part_failed" (save, error: this rank has no part of that save).
         """
-        with self._talk.turn():
+        with self._conversation.turn():
             header = {"do": "joint", "what": what, "args": args}
-            self._talk.remember(header)
-            self._talk.send(header)
+            self._conversation.remember(header)
+            self._conversation.send(header)
 
     def ask_ranks(self, about: str) -> Future[bool]:
         """Put a question to rank 0's writer, which decides once for all ranks.
 
         "save <step>": whether to save that step; no, while another save is under way. "stop <anything>": whether a rank
-        wants all ranks to stop. `WHO_LEFT`: the future fails with the reason, once the board says that a rank is gone.
+        wants all ranks to stop. `WHO_LEFT`: the future fails with the reason, once our mailbox says that a rank has
+        left.
         """
-        return self._talk.call({"do": "ask", "about": about})
+        return self._conversation.call({"do": "ask", "about": about})
 
     def open_run(
         self,
@@ -351,23 +354,24 @@ class WriterClient:
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
         """
-        with self._talk.turn():
+        with self._conversation.turn():
             owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
-            header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
+            tell = self._conversation.tell_storage
+            header = {"do": "open_run", "storage": tell(storage), "owner": owner, "keep": keep}
             header |= {"wait_s": wait_s, "links": links}
             if memory is not None:
-                self._talk.memory = memory
-                self._talk.tell_arena(memory)
+                self._conversation.memory = memory
+                self._conversation.tell_arena(memory)
                 header["memory"] = memory.number
             if mirror is not None and remote is not None:
-                far = {"limits": limits_of(mirror), "keep": keep, "storage": self._talk.tell_storage(remote)}
+                far = {"limits": limits_of(mirror), "keep": keep, "storage": tell(remote)}
                 header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             self._holds_run = True
-            future = self._talk.call(header, decode=RunOpened.from_json)
+            future = self._conversation.call(header, decode=RunOpened.from_json)
 
         def opened(found: RunOpened) -> None:
             again = {"run_id": found.run_id, "attempt": found.attempt, "start_id": found.start_id}
-            self._talk.run = {**header, "again": again}
+            self._conversation.run = {**header, "again": again}
 
         return self._remember(future, opened)
 
@@ -384,15 +388,15 @@ class WriterClient:
             RunBusyError: (from the future) a live trainer holds it.
         """
         owner = {"start_id": start_id, "trainer_pid": os.getpid()}
-        with self._talk.turn():
+        with self._conversation.turn():
             header = self._name("take", storage, of)
             self._names.add(name := (header["storage"], of))
             header |= {"owner": owner, "wait_s": wait_s}
-            future = self._talk.call(header)
+            future = self._conversation.call(header)
 
         def taken(_: None) -> None:
             if name in self._names:  # else it was given back meanwhile
-                self._talk.names[name] = header
+                self._conversation.names[name] = header
 
         return self._remember(future, taken)
 
@@ -403,20 +407,20 @@ class WriterClient:
             RunBusyError: (from the future) another process has taken it.
             StorageError: (from the future) the storage does not answer, so this is not known.
         """
-        with self._talk.turn():
-            return self._talk.call(self._name("verify", storage, of))
+        with self._conversation.turn():
+            return self._conversation.call(self._name("verify", storage, of))
 
     def give_back_name(self, storage: Storage, of: str) -> Future[None]:
         """Give the lease of a name back, after the saves submitted before."""
-        with self._talk.turn():
+        with self._conversation.turn():
             header = self._name("give_back", storage, of)
             self._names.discard((header["storage"], of))
-            future = self._talk.call(header)
-            self._talk.names.pop((header["storage"], of), None)
+            future = self._conversation.call(header)
+            self._conversation.names.pop((header["storage"], of), None)
             return future
 
     def _name(self, what: str, storage: Storage, of: str) -> dict[str, Any]:
-        return {"do": "name", "what": what, "storage": self._talk.tell_storage(storage), "of": of}
+        return {"do": "name", "what": what, "storage": self._conversation.tell_storage(storage), "of": of}
 
     def run_op(self, op: str, **args: Any) -> Future[Any]:
         """Carry out another operation on the open run.
@@ -437,7 +441,7 @@ class WriterClient:
         """
         if op == "next_attempt":
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again
-        future = self._talk.call({"do": "op", "op": op, "args": args})
+        future = self._conversation.call({"do": "op", "op": op, "args": args})
         if op == "close_run":
             self._holds_run = False
             self._remember(future, lambda _: self._run_again(None))
@@ -452,8 +456,8 @@ class WriterClient:
 
         The future gives {"free_bytes": int | None, "seconds": float} or the error a save would meet.
         """
-        with self._talk.turn():
-            return self.run_op("probe", storage=self._talk.tell_storage(storage), directory=directory)
+        with self._conversation.turn():
+            return self.run_op("probe", storage=self._conversation.tell_storage(storage), directory=directory)
 
     def close(self, timeout_s: float | None = None, *, why: str = "closed") -> None:
         """Let pending jobs finish, give the leases back and end the writer; idempotent.
@@ -463,26 +467,26 @@ class WriterClient:
         clients use too (`SharedWriter`) goes on for them.
         """
         given_back: list[Future[Any]] = []
-        with self._talk.lock:
-            shared = bool(self._talk.users - {self})
-            if shared and self in self._talk.users:
+        with self._conversation.lock:
+            shared = bool(self._conversation.users - {self})
+            if shared and self in self._conversation.users:
                 with contextlib.suppress(HoldfastError):  # the writer is gone, and everything with it
                     self._give_back(given_back, why)
-            self._talk.users.discard(self)
+            self._conversation.users.discard(self)
         if shared:
             wait(given_back, timeout=timeout_s)
         else:
-            self._talk.close(timeout_s, why)
+            self._conversation.close(timeout_s, why)
 
     def _give_back(self, given_back: list[Future[Any]], why: str) -> None:
         if self._holds_run:
             given_back.append(self.run_op("close_run", reason=why))
         for key, of in self._names:
-            given_back.append(self._talk.call({"do": "name", "what": "give_back", "storage": key, "of": of}))
-            self._talk.names.pop((key, of), None)
-        if self._in_team:
-            self._talk.leave_team()
-            given_back.append(self._talk.call({"do": "leave", "why": why}))
+            given_back.append(self._conversation.call({"do": "name", "what": "give_back", "storage": key, "of": of}))
+            self._conversation.names.pop((key, of), None)
+        if self._joined:
+            self._conversation.forget_ranks()
+            given_back.append(self._conversation.call({"do": "leave", "why": why}))
 
     def __enter__(self) -> WriterClient:
         return self
@@ -502,7 +506,7 @@ class WriterClient:
 
         def answered(done: Future[Any]) -> None:
             if not done.cancelled() and done.exception() is None:
-                with self._talk.lock:
+                with self._conversation.lock:
                     change(done.result())
 
         call.add_done_callback(answered)
@@ -510,8 +514,8 @@ class WriterClient:
 
     def _run_again(self, known: dict[str, Any] | None) -> None:
         """Change what a writer that is started again is told of the run; None: there is none any more."""
-        run = self._talk.run
-        self._talk.run = None if run is None or known is None else {**run, "again": {**run["again"], **known}}
+        run = self._conversation.run
+        self._conversation.run = None if run is None or known is None else {**run, "again": {**run["again"], **known}}
 
 
 class SharedWriter:
@@ -522,7 +526,7 @@ class SharedWriter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._talks: list[Conversation] = []
+        self._conversations: list[Conversation] = []
 
     def client(self, storage: Storage, *, remote: Storage | None = None, for_run: bool = False) -> WriterClient:
         """Return a new client of a writer that serves these storages, which is started if there is none.
@@ -534,17 +538,18 @@ class SharedWriter:
         """
         thread = _needs_thread(storage, remote)
         with self._lock:
-            for talk in self._talks:
-                with talk.lock:
-                    fits = talk.is_thread is thread and talk.users and not talk.closed
-                    if fits and not (for_run and any(user._for_run for user in talk.users)):
-                        client = WriterClient(thread=thread, talk=talk)
+            for conversation in self._conversations:
+                with conversation.lock:
+                    fits = conversation.is_thread is thread and conversation.users and not conversation.closed
+                    if fits and not (for_run and any(user._for_run for user in conversation.users)):
+                        client = WriterClient(thread=thread, conversation=conversation)
                         break
             else:
                 client = WriterClient(thread=thread)
             client._for_run = for_run
-            used = [talk for talk in self._talks if talk.users and talk is not client._talk]
-            self._talks = [*used, client._talk]
+            newest = client._conversation
+            others = [known for known in self._conversations if known.users and known is not newest]
+            self._conversations = [*others, newest]
             return client
 
 

@@ -123,7 +123,7 @@ class Conversation:
         self.run: dict[str, Any] | None = None
         self.memory: Arena | None = None  # of the trainer of that run, see `WriterClient.open_run`
         self.names: dict[tuple[int, str], dict[str, Any]] = {}  # how the writer has taken the leases of single files
-        self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
+        self.membership: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how it joins other ranks'
         self.process: subprocess.Popen[bytes] | Orphan | None = None
         self._told_ranks: list[dict[str, Any]] = []  # messages to other ranks that a new writer repeats
         self._numbers = itertools.count(1)
@@ -275,16 +275,16 @@ class Conversation:
                 self._arenas.discard(number)
                 self.send({"do": "drop_arena", "number": number})
 
-    def leave_team(self) -> None:
+    def forget_ranks(self) -> None:
         """Forget the other ranks: a new writer does not join them."""
-        self.team = None
+        self.membership = None
         self._told_ranks.clear()
 
-    def tell_team(self) -> None:
+    def tell_membership(self) -> None:
         """Let the writer join those of other ranks."""
-        assert self.team is not None
-        header, board, fds = self.team
-        self.tell_arena(board)
+        assert self.membership is not None
+        header, mailbox, fds = self.membership
+        self.tell_arena(mailbox)
         self.send({**header, "call": next(self._numbers)}, fds=fds)
 
     def close(self, timeout_s: float | None, why: str = "closed", *, rescue: bool = False) -> None:
@@ -405,7 +405,9 @@ class Conversation:
                 return False
             status = self._reap()
             self._channel.close()
-            stages = self.team is not None and "stage" in self.team[0]  # parts that only a new writer would bring
+            stages = (
+                self.membership is not None and "stage" in self.membership[0]
+            )  # parts only a new writer would bring
             if self._closing and not self._calls and not stages:
                 return False
             died = "the writer process died" + ("" if status is None else f" (exit status {status})")
@@ -436,8 +438,8 @@ class Conversation:
             self.send({**self.run, "call": next(self._numbers)})
         for header in self.names.values():
             self.send({**header, "call": next(self._numbers)})
-        if self.team is not None:
-            self.tell_team()
+        if self.membership is not None:
+            self.tell_membership()
             for header in self._told_ranks:
                 self.send(header)
         for number, call in list(self._calls.items()):

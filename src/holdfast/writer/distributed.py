@@ -94,7 +94,7 @@ class Joint:
 
     # -- from the trainer, on the reading thread
 
-    def join(self, header: dict[str, Any], fds: tuple[int, ...], board: memoryview) -> None:
+    def join(self, header: dict[str, Any], fds: tuple[int, ...], mailbox: memoryview) -> None:
         """Join the other ranks. The writer that gets a listening socket is that of rank 0 and runs the server."""
         self.rank, self._world_size, self._timeout_s = header["rank"], header["world_size"], header["timeout_s"]
         self._trainer = header["pid"]
@@ -117,7 +117,7 @@ class Joint:
                 rank=self.rank,
                 addresses=[(host, port) for host, port in header["addresses"]],
                 token=header["token"],
-                board=StepMailbox(board),
+                mailbox=StepMailbox(mailbox),
                 hear=self._hear,
                 again=self._again,
                 stopped=lambda: is_stopped(self._trainer),

@@ -333,7 +333,7 @@ class WriterLoop:
         from .distributed import Joint  # not above: a writer of one rank starts faster without
 
         joint = Joint(self)
-        joint.join(message.header, message.fds, self._handed.view(message.header["board"]))
+        joint.join(message.header, message.fds, self._handed.view(message.header["mailbox"]))
         self._joint = joint
         self.say_done(message.header["call"], None)
 

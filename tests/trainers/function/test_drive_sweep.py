@@ -94,7 +94,7 @@ def check(root: Path) -> None:
 
 def give_up(driver: Driver) -> None:
     """Let the writer's death be the end, as if the driver had died with it."""
-    driver._session.client._talk._restarted = time.monotonic()
+    driver._session.client._conversation._restarted = time.monotonic()
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import ConfigError
+from holdfast.run.record import plain_metrics
 from holdfast.trainers.function.transit import pack_checkpoint, unpack_checkpoint
-from holdfast.trainers.function.worker.delivery import check_score, plain_metrics, score_of
+from holdfast.trainers.function.worker.delivery import check_score, score_of
 
 
 class Colour(enum.Enum):

@@ -25,10 +25,10 @@ from holdfast.trainers.loop.saving.saver_group import StartingPoint
 def test_the_clock_of_an_evaluation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds that are owed when ranks meet inside an evaluation are counted at the next batch, once."""
     kinds = iter(["settle", None, "settle", "settle"])
-    monkeypatch.setattr(stop_policy, "agreed", lambda team, moment: next(kinds))
-    team: Any = SimpleNamespace(board=SimpleNamespace(calls=lambda moment: None), trouble=lambda: None)
+    monkeypatch.setattr(stop_policy, "agreed", lambda rank_group, moment: next(kinds))
+    rank_group: Any = SimpleNamespace(mailbox=SimpleNamespace(calls=lambda moment: None), trouble=lambda: None)
     ranks: Any = SimpleNamespace(leads=False, agree=lambda topic, give: give())
-    pace = stop_policy.DistributedStopPolicy(StopSignals(), ranks, team, intervals_s=[], settle=lambda: None)
+    pace = stop_policy.DistributedStopPolicy(StopSignals(), ranks, rank_group, intervals_s=[], settle=lambda: None)
     pace._owed = 800.0
     for _ in range(3):
         pace.look()

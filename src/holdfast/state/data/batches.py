@@ -22,14 +22,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import clone_of
+from .loaders import clone_of, is_map_loader
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -636,14 +636,7 @@ def _kind(loader: Any) -> str:
         )
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "stateful"
-    # A subclass that only prepares arguments is still a DataLoader; with its own __iter__ its order is unknown.
-    if (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader).__iter__ is DataLoader.__iter__
-    ):
-        return "map"
-    return "count"
+    return "map" if is_map_loader(loader) else "count"
 
 
 def _own_of(position: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -18,11 +18,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .seeding import seeded_collate, seeded_dataset
 
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def is_map_loader(loader: Any) -> bool:
+    """Tell whether a loader is torch's over a data set that is read by index, iterated as torch does.
+
+    A subclass that only prepares arguments is one; with its own ``__iter__`` its order is unknown.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+    )
 
 
 class IndexFeed:

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ..tree import arrays, objects, rng
-from ..tree.arrays import is_spread, local_tensor, spread_types
+from ..tree.arrays import is_spread, spread_types
 from ..tree.objects import ask_in_order, is_plain, live_names, parameter_names, state_of, to_positions
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef, remade
-from .match_objects import match_module, match_optimizer, match_wrapper, own_part
+from .match_objects import match_module, match_optimizer, match_wrapper
 from .match_plan import MatchPlan, derive_generators, kind_of, match_per_rank, match_rng, note_apart
 
 __all__ = ["Matcher", "holds_live"]
@@ -164,8 +164,7 @@ class Matcher(MatchPlan):
             if isinstance(saved, TensorRef):
                 self.read(saved, live, path)
                 self.restored.append(path)
-            elif (part := own_part(self, live, saved, path)) is not None:
-                match_wrapper(self, local_tensor(live), part, path)
+            elif match_wrapper(self, live, saved, path) is not None:
                 self.restored.append(path)
             else:
                 self.problems.wrong.append(f"{path}: a tensor in the state, {kind_of(saved)} in the checkpoint")

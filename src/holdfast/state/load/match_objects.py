@@ -41,7 +41,7 @@ from ..tree.values import ObjectNode, PerRankNode, TensorRef
 from .match_plan import MatchPlan, kind_of
 from .selection import covers, of_one_name_each
 
-__all__ = ["match_module", "match_optimizer", "match_wrapper", "own_part"]
+__all__ = ["match_module", "match_optimizer", "match_wrapper"]
 
 _LOG = get_logger("state")
 _NO_SHAPE = "a lazy module in the state has given it no shape yet: run one batch through the module before the load"
@@ -82,8 +82,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         ref = have.pop(name)
         if not plan.takes(where):
             continue
-        if in_place and key in named and (part := own_part(plan, named[key], ref, where)) is not None:
-            if match_wrapper(plan, local_tensor(named[key]), part, where):
+        if in_place and key in named and (fits := match_wrapper(plan, named[key], ref, where)) is not None:
+            if fits:
                 direct[key] = named[key]
             continue
         # Extra state may have another size each time: no shape to compare.
@@ -137,37 +137,49 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     return live
 
 
-def own_part(plan: MatchPlan, live: torch.Tensor, saved: Any, path: str) -> ObjectNode | None:
-    """Return the parts of a stored tensor that wraps others; None if it is none.
+def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: Any, path: str) -> bool | None:
+    """Read the tensors that a stored wrapper was made of into those of a live one, see `arrays.parts_of`.
 
-    Of one that is spread over ranks each rank has stored what it held, which fits as many ranks in the same layout.
+    Returns:
+        None if no wrapper is stored; False, and a problem, if the stored one does not fit.
+    """
+    part = _own_part(plan, saved)
+    if part is None:
+        return None
+    if (flaw := _other_layout(plan, live, saved, part)) is not None:
+        plan.problems.wrong.append(f"{path}: {flaw}")
+        return False
+    return _match_parts(plan, local_tensor(live), part, path)
+
+
+def _own_part(plan: MatchPlan, saved: Any) -> ObjectNode | None:
+    """Return the parts of a stored tensor that wraps others; None if it is none."""
+    part = (plan.stored.per_rank or {}).get(saved.key) if isinstance(saved, PerRankNode) and not saved.rng else saved
+    return part if isinstance(part, ObjectNode) and part.kind == "tensor" else None
+
+
+def _other_layout(plan: MatchPlan, live: torch.Tensor, saved: Any, part: ObjectNode) -> str | None:
+    """Return why a wrapper of which each rank has stored what it held does not fit this rank; None if it does.
 
     Args:
         plan: of the load.
-        live: the tensor that gets them, or, for new state of an optimizer, its parameter.
-        saved: what is stored.
-        path: of both.
+        live: the tensor that gets it, or, for new state of an optimizer, its parameter.
+        saved: what is stored: the part itself if it is no such wrapper.
+        part: of this rank.
     """
-    part: object = saved
-    if isinstance(saved, PerRankNode) and not saved.rng:
-        part = (plan.stored.per_rank or {}).get(saved.key)
-    if not (isinstance(part, ObjectNode) and part.kind == "tensor"):
+    if saved is part:
         return None
-    if saved is not part:
-        moved = plan.stored.resized is not None or plan.stored.borrowed or not is_spread(live)
-        if moved or list(local_tensor(live).shape) != part.state[OUTER]["size"]:
-            plan.problems.wrong.append(
-                f"{path}: a {part.type} of which each rank has stored what it held: it fits "
-                f"{plan.stored.manifest.world_size} ranks in the same layout, as have saved"
-            )
-    return part
+    moved = plan.stored.resized is not None or plan.stored.borrowed or not is_spread(live)
+    if not moved and list(local_tensor(live).shape) == part.state[OUTER]["size"]:
+        return None
+    num_ranks = plan.stored.manifest.world_size
+    return (
+        f"a {part.type} of which each rank has stored what it held: it fits {num_ranks} ranks in the same layout, as "
+        "have saved"
+    )
 
 
-def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: ObjectNode, path: str) -> bool:
-    """Read the tensors that a stored wrapper was made of into those of a live one; False, and a problem, if none fits.
-
-    See `arrays.parts_of`.
-    """
+def _match_parts(plan: MatchPlan, live: torch.Tensor, saved: ObjectNode, path: str) -> bool:
     mine, flaw = arrays.parts_of(live), None
     if mine is None or saved.type != type(live).__name__:
         flaw = f"a {type(live).__name__} in the state, a {saved.type} in the checkpoint"
@@ -185,7 +197,7 @@ def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: ObjectNode, path: 
         if isinstance(ref, TensorRef):
             fits &= plan.read(ref, mine[key], f"{path}/{key}")
         elif key != OUTER:
-            fits &= match_wrapper(plan, mine[key], ref, f"{path}/{key}")
+            fits &= _match_parts(plan, mine[key], ref, f"{path}/{key}")
     return fits
 
 
@@ -597,13 +609,14 @@ def _match_state(
             if not plan.takes(where):
                 continue
             own = have.get(key)
-            part = own_part(plan, own if isinstance(own, torch.Tensor) else param, item, where)
-            if part is not None and isinstance(own, torch.Tensor):
-                match_wrapper(plan, local_tensor(own), part, where)
+            if isinstance(own, torch.Tensor) and match_wrapper(plan, own, item, where) is not None:
                 values[key] = own
                 continue
-            if part is not None and (why := arrays.why_not_whole(part.state)) is not None:
-                plan.problems.wrong.append(f"{where}: {why}")
+            part = _own_part(plan, item)
+            if part is not None:
+                flaw = _other_layout(plan, param, item, part) or arrays.why_not_whole(part.state)
+                if flaw is not None:
+                    plan.problems.wrong.append(f"{where}: {flaw}")
             if not (isinstance(item, TensorRef) and item.kind == "tensor"):
                 values[key] = plan.fresh(part or item, where)
                 continue

@@ -243,21 +243,18 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
     return stored
 
 
-def decode_tree(
-    data: bytes, where: str, refs: dict[str, TensorRef], keys: list[tuple[str, bool, str]] | None = None
-) -> Any:
+def decode_tree(data: bytes, where: str, refs: dict[str, TensorRef]) -> Any:
     """Return the structure that a state file describes; its tensors go to ``refs`` by name.
 
     Args:
         data: content of the file.
         where: name of the file, for messages.
         refs: receives the tensors.
-        keys: receives the references to values of single ranks, for `check_parts`.
 
     Raises:
         CorruptCheckpointError: the file breaks `holdfast.format.contents`; a structure that is returned keeps it.
     """
-    return _decoded(loads(data, max_bytes=MAX_JSON, where=where), where, refs, keys)
+    return _decoded(loads(data, max_bytes=MAX_JSON, where=where), where, refs)
 
 
 def _decoded(

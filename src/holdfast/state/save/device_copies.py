@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast._log import get_logger
 from holdfast.errors import TornSaveError
-from holdfast.storage.together import SerialExecutor
+from holdfast.storage.together import SerialExecutor, chain
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.conversation import PendingCall
@@ -332,15 +332,7 @@ def _seal_later(
     except BaseException as error:  # noqa: BLE001 - a thread edge: the future of the save raises it
         result.set_exception(error)
         return
-    submitted.add_done_callback(lambda done: _pass_on(done, result))
-
-
-def _pass_on(done: Future[Any], result: Future[Any]) -> None:
-    error = done.exception()
-    if error is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(done.result())
+    chain(submitted, result)
 
 
 def try_pinning(size: int) -> tuple[list[str], float]:

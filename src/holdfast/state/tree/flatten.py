@@ -27,7 +27,7 @@ from .values import Attrs, PerRank
 if TYPE_CHECKING:
     from . import sharded
 
-__all__ = ["OWN", "Flat", "flatten", "pointer"]
+__all__ = ["OWN", "Flat", "flatten", "pointer", "unused_name"]
 
 OWN = "own values"
 """Key, among what a rank stores for itself, of its plain data and small objects: where they are (`pointer`) -> tree.
@@ -277,11 +277,11 @@ class _Walker:
         Names alone say it, not which comes first: ranks need not hold their values in one order.
         """
         if self.owned:  # within a value of this rank, where the order is that of this rank
-            return _unused(name, self.flat.per_rank)
+            return unused_name(name, self.flat.per_rank)
         steps = [key or field for key, field in _STEP.findall(path.replace(".state_dict()", ""))]
         is_number = any(step[1:-1].isdecimal() for step in steps if step[:1] in ("'", '"'))  # as text
         plain = not is_number and len(steps) == name.count("/") + 1 and name != OWN and not name.startswith("[")
-        return _unused(name if plain else path, self.flat.per_rank)
+        return unused_name(name if plain else path, self.flat.per_rank)
 
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
         start, num_own, place, self.place = len(self.flat.names), len(self.flat.per_rank), self.place, None
@@ -510,7 +510,7 @@ class _Walker:
 
     def _add(self, parts: sharded.Parts, name: str) -> dict[str, Any]:
         """Note what this rank holds of a tensor; returns its node."""
-        flat, unique = self.flat, _unused(name, self.taken)
+        flat, unique = self.flat, unused_name(name, self.taken)
         self.taken.add(unique)
         for region, part in parts:
             if region is not None:
@@ -523,7 +523,8 @@ class _Walker:
         return {"$": "tensor", "n": unique}
 
 
-def _unused(name: str, taken: Container[str]) -> str:
+def unused_name(name: str, taken: Container[str]) -> str:
+    """Return a name that is not ``taken``: with a number behind it if it is."""
     unique, number = name, 1
     while unique in taken:
         number += 1

@@ -18,6 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.run.data_ring import BatchSpan
 from holdfast.state.accelerator import move
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
+from holdfast.state.data.loaders import is_map_loader
 from holdfast.state.data.seeding import generators_kept, generators_within
 
 from .arguments import check_function, check_loader
@@ -254,10 +255,8 @@ def _draws_here(loader: Any) -> bool:
     data set or ``collate_fn`` holds itself are not saved, so they need it too.
     """
     return (
-        isinstance(loader, DataLoader)
+        is_map_loader(loader)
         and loader.num_workers == 0
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
         and not callable(getattr(loader, "state_dict", None))
         and not generators_within(loader.dataset, loader.collate_fn)
     )

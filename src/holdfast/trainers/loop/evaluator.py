@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from holdfast.checkpointer.metrics import plain_metrics
 from holdfast.errors import ConfigError
-from holdfast.state.data.loaders import clone_of
+from holdfast.state.data.loaders import clone_of, is_map_loader
 from holdfast.state.data.order import knows_its_rank
 from holdfast.state.data.seeding import generators_kept, seed_all
 from holdfast.state.tree.objects import is_metric
@@ -356,9 +356,7 @@ class EvaluationShare:
 
 def _can_be_dealt(loader: Any) -> bool:
     return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
+        is_map_loader(loader)
         and not callable(getattr(loader, "state_dict", None))
         and not knows_its_rank(loader.sampler, loader.batch_sampler)
     )

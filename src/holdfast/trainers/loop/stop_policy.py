@@ -43,7 +43,7 @@ def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequ
     times = [*(pace.interval for pace in every), state.max_duration]
     seconds = [time.value for time in times if time is not None and time.unit is TimeUnit.SECOND]
     return DistributedStopPolicy(
-        signals, state.ranks, group.team(), intervals_s=seconds, settle=group.settle_ended, guard=group.guard
+        signals, state.ranks, group.rank_group(), intervals_s=seconds, settle=group.settle_ended, guard=group.guard
     )
 
 
@@ -113,18 +113,18 @@ class DistributedStopPolicy(StopPolicy):
     Args:
         signals: those that ask training to stop, on any rank.
         ranks: the processes that train.
-        team: their writers.
+        rank_group: their writers.
         intervals_s: everything that is due by the clock, in seconds.
         settle: takes in what has ended in the background; raises what failed.
         guard: looks for bad batches, on rank 0; None without one.
     """
 
     def __init__(
-        self, signals: StopSignals, ranks: Ranks, team: RankGroup, *, intervals_s: Sequence[float],
+        self, signals: StopSignals, ranks: Ranks, rank_group: RankGroup, *, intervals_s: Sequence[float],
         settle: Callable[[], None], guard: TrainerGuard | None = None,
     ) -> None:  # fmt: skip
         super().__init__(signals, guard)
-        self._ranks, self._team, self._settle = ranks, team, settle
+        self._ranks, self._rank_group, self._settle = ranks, rank_group, settle
         self._pause_s = min(_PAUSE_S, *(interval_s / 10 for interval_s in intervals_s), _PAUSE_S)
         self._moment = 0
         self._owed = 0.0  # seconds that have passed here and are not counted yet
@@ -151,16 +151,16 @@ class DistributedStopPolicy(StopPolicy):
     def _pass(self) -> float:
         """One moment has come; return how many seconds to count, if ranks meet at it."""
         self._moment += 1
-        board = self._team.board
-        board.calls(self._moment)
+        mailbox = self._rank_group.mailbox
+        mailbox.calls(self._moment)
         if self._signals.received is not None:
             self._want("stop")
         elif self._ranks.leads and time.monotonic() - self._met > self._pause_s:
             self._want("settle")
-        kind = agreed(self._team, self._moment)
+        kind = agreed(self._rank_group, self._moment)
         if kind == "rollback" and self._guard is not None:
             self._leave()  # whoever has left before
-        if (trouble := self._team.trouble()) is not None:
+        if (trouble := self._rank_group.trouble()) is not None:
             raise trouble
         if kind is None:
             return 0.0
@@ -175,7 +175,7 @@ class DistributedStopPolicy(StopPolicy):
     def _want(self, kind: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
-            self._team.client.tell_ranks("want", kind=kind)
+            self._rank_group.client.tell_ranks("want", kind=kind)
 
     def _meet(self) -> float:
         def give() -> float:
@@ -188,7 +188,7 @@ class DistributedStopPolicy(StopPolicy):
 
     def explain(self, error: BaseException) -> HoldfastError | None:
         """Return the reason behind an error of a collective: which rank is gone, and why."""
-        return self._team.explain(error)
+        return self._rank_group.explain(error)
 
 
 class TrainerGuard:

@@ -267,10 +267,7 @@ class Intake:
             yield folder.at(name)
 
     def _copy(self, item: SourceFile, target: str, batch: FileBatch) -> bytes:
-        if item.size <= SMALL_BYTES:
-            table = self._copier.copy_small(item.source, item.size, batch, target)
-        else:
-            table = self._copier.copy(item.source, item.size, self._storage, target)
+        table = self._copier.copy(item.source, item.size, self._storage, target, batch)
         if self._tables.get(item.source, table) != table:
             raise changed(item.source)
         if item.entry is not None and file_digest(table) != item.entry.digest:

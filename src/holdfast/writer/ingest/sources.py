@@ -349,12 +349,16 @@ class Copier:
         with storage.open(path) as reader:
             return self._digest(reader)
 
-    def copy(self, path: str, size: int, storage: Storage, target: str) -> bytes:
-        """Copy a local file, durably; give its chunk digests.
+    def copy(self, path: str, size: int, storage: Storage, target: str, batch: FileBatch) -> bytes:
+        """Copy a local file; give its chunk digests.
+
+        It is durable on return, or, up to `SMALL_BYTES`, when ``batch`` (of the same storage) is closed.
 
         Raises:
             StorageError: it could not be read or written, or changed meanwhile.
         """
+        if size <= SMALL_BYTES:
+            return self._copy_small(path, size, batch, target)
         table = bytearray()
         with (
             opened(path, size) as fd,
@@ -368,12 +372,7 @@ class Copier:
                 writer.write(window.view)
         return bytes(table)
 
-    def copy_small(self, path: str, size: int, batch: FileBatch, target: str) -> bytes:
-        """Copy a local file of at most `SMALL_BYTES` into a batch; give its chunk digests.
-
-        Raises:
-            StorageError: as `copy`.
-        """
+    def _copy_small(self, path: str, size: int, batch: FileBatch, target: str) -> bytes:
         with self._windows.buffer() as buffer:
             view = buffer[:size]
             with opened(path, size) as fd, _unchanged(fd, path):
@@ -484,11 +483,7 @@ def put_incoming(
             copier = Copier(side)
             for number, file in enumerate(files):
                 go_on()
-                target = _object(home, number)
-                if file.size <= SMALL_BYTES:
-                    table = copier.copy_small(file.source, file.size, batch, target)
-                else:
-                    table = copier.copy(file.source, file.size, storage, target)
+                table = copier.copy(file.source, file.size, storage, _object(home, number), batch)
                 if file.entry is not None and file_digest(table) != file.entry.digest:
                     raise damaged(file.source, file.name)
                 tables.append(table)

@@ -440,7 +440,7 @@ _URGENCY = {"keep": 0, "settle": 1, "save": 2, "stop": 3, "rollback": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStanding:
-    """Where one rank is, by what its board says.
+    """Where one rank is, by what its mailbox says.
 
     Attributes:
         done: steps its trainer has done.

@@ -1,4 +1,4 @@
-"""A writer's end of the control channel: connects to rank 0, keeps its trainer's board, passes other messages on."""
+"""A writer's end of the control channel: connects to rank 0, keeps its trainer's mailbox, passes other messages on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ControlMember:
         rank: ours.
         addresses: (host, port) of rank 0's writer, to be tried in turn.
         token: proves that we belong to this run.
-        board: shared with the trainer.
+        mailbox: shared with the trainer.
         hear: called on the thread with each "outcome", "verdict", "upload", "clear", "rescue", and once with
             {"do": "lost", "why"} when there is nothing more to come.
         again: returns the messages to be repeated after a new connection.
@@ -48,7 +48,7 @@ class ControlMember:
         rank: int,
         addresses: Sequence[tuple[str, int]],
         token: str,
-        board: StepMailbox,
+        mailbox: StepMailbox,
         hear: Callable[[Message], None],
         again: Callable[[], list[Message]],
         stopped: Callable[[], bool],
@@ -56,7 +56,7 @@ class ControlMember:
         beat_s: float = BEAT_S,
         stale_s: float = STALE_S,
     ) -> None:
-        self._rank, self._addresses, self._token, self._board = rank, list(addresses), token, board
+        self._rank, self._addresses, self._token, self._mailbox = rank, list(addresses), token, mailbox
         self._hear, self._again, self._stopped, self._hold = hear, again, stopped, hold
         self._beat_s, self._stale_s = beat_s, stale_s
         self._outbox: Inbox[Message | None] = Inbox()
@@ -108,8 +108,8 @@ class ControlMember:
                 if end is not None:
                     end.close()
             if self.lost is not None:
-                self._board.break_up()
-                self._board.withdraw()
+                self._mailbox.break_up()
+                self._mailbox.withdraw()
                 self._hear({"do": "lost", "why": self.lost})
 
     def _connect(self) -> bool:
@@ -174,7 +174,7 @@ class ControlMember:
             before = now
             if now >= next_beat:
                 next_beat = now + self._beat_s
-                fine = link.send({"do": "beat", "step": self._board.done, "stopped": self._stopped()})
+                fine = link.send({"do": "beat", "step": self._mailbox.done, "stopped": self._stopped()})
             ready = _ready([link, self._outbox], [link] if link.unsent else [], max(0.0, next_beat - now))
             ended = self._say_all(link)
             if ended:
@@ -274,7 +274,7 @@ class ControlMember:
     def _take(self, link: Link, message: Message) -> bool:
         """Act on a message; False if its answer cannot be sent."""
         kind = message["do"]
-        board = self._board
+        mailbox = self._mailbox
         if kind in ("outcome", "verdict", "upload", "clear", "keep", "rescue"):
             if kind == "verdict":
                 self._judged = {"about": message["about"], "go": message["go"]}
@@ -286,31 +286,31 @@ class ControlMember:
         elif kind == "propose":
             return link.send(self._show(message["step"], message["kind"]))
         elif kind == "arm":
-            board.arm(message["step"])
+            mailbox.arm(message["step"])
         elif kind == "withdraw":
-            board.withdraw()
+            mailbox.withdraw()
         elif kind == "broken":
             self._hear(message)
-            board.break_up()
+            mailbox.break_up()
         elif kind == "bye":
             self.lost = message["why"]
         return True
 
     def _show(self, step: int, kind: str) -> Message:
         """Show a proposal to the trainer; acknowledge it if that was in time."""
-        board = self._board
-        board.propose(step, kind)
+        mailbox = self._mailbox
+        mailbox.propose(step, kind)
         time.sleep(_SETTLE_S)
-        done = board.done
+        done = mailbox.done
         if done < step:
             return {"do": "ack", "step": step}
-        board.withdraw()
+        mailbox.withdraw()
         return {"do": "nack", "step": step, "at": done}
 
     def _standing(self) -> dict[str, Any]:
-        board = self._board
-        target = board.target
-        standing = {"done": board.done, "acted": board.acted, "armed": board.armed, "kind": board.kind}
+        mailbox = self._mailbox
+        target = mailbox.target
+        standing = {"done": mailbox.done, "acted": mailbox.acted, "armed": mailbox.armed, "kind": mailbox.kind}
         return {**standing, "target": None if target in (NEVER, 0) else target}
 
 

@@ -497,9 +497,9 @@ def _ended_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 class LogFile:
     """A file that both streams of a worker append to; closed when both have ended."""
 
-    def __init__(self, path: Path | None, streams: int = 2) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._file: BinaryIO | None = None
-        self._streams = streams
+        self._streams = 2
         if path is not None:
             try:
                 # `logs`, the folder of the attempt and the file lie in the run, which may be somebody else's.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,10 +15,9 @@ from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
 from holdfast.checkpointer.first_step import first_step_checks
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, SessionError
-from holdfast.format.strict_json import check_length
 from holdfast.model_files import Content, ModelFiles, model_files_of
 from holdfast.run.names import LATEST, RUN_NAMES, is_checkpoint_name
-from holdfast.run.record import metric_value
+from holdfast.run.record import kind_name, metric_value, number_of, plain_metrics
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.together import SerialExecutor
@@ -38,10 +36,6 @@ UploadFn = Callable[[Checkpoint, str], Checkpoint]
 _ASYNC = CheckpointUploadMode.ASYNC
 _MAX_SENDING = 4
 _UPLOAD_S = 3600.0
-_SHORT = frozenset({float, str, bool, type(None)})
-_PLAIN = _SHORT | {int}
-_USUAL = 1 << 63
-_MAX_DEPTH = 32
 _VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
 Finish = Callable[[], object]
 
@@ -161,30 +155,6 @@ def _check_name(name: str) -> str:
     return name
 
 
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of metrics in which everything is JSON: nested dicts and lists, one-element tensors as numbers.
-
-    A tensor on an accelerator is read here, which waits for its device.
-
-    Raises:
-        ConfigError: a value is no metric; the message names the first.
-    """
-    if type(metrics) is dict:
-        for key, value in metrics.items():
-            kind = type(value)
-            if kind not in _SHORT and not (kind is int and -_USUAL < value < _USUAL):  # counts, at each report
-                break
-            if type(key) is not str:
-                break
-        else:
-            return metrics.copy()
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(
-            f"report(metrics={_show(metrics)}): metrics are a dict such as {{'loss': 0.3}}, not {_kind(metrics)}"
-        )
-    return _plain_mapping(metrics, "", 0)
-
-
 def check_score(metrics: Mapping[str, Any], attribute: str) -> None:
     """Refuse a score that cannot rank. A missing score and NaN are fine: they rank below everything.
 
@@ -194,8 +164,8 @@ def check_score(metrics: Mapping[str, Any], attribute: str) -> None:
     value = metric_value(metrics, attribute)
     if value is not None and not isinstance(value, (int, float)):
         raise ConfigError(
-            f"metric {attribute!r} is {_show(value)} ({_kind(value)}), but checkpoint_score_attribute={attribute!r} "
-            "ranks checkpoints by it: report a number, or name another metric"
+            f"metric {attribute!r} is {_show(value)} ({kind_name(value)}), but "
+            f"checkpoint_score_attribute={attribute!r} ranks checkpoints by it: report a number, or name another metric"
         )
 
 
@@ -219,72 +189,13 @@ def score_of(values: Mapping[str, Any], attribute: str, *, required: bool) -> fl
         )
     value = values[attribute]
     if type(value) not in (int, float):
-        value = _number(value)
+        value = number_of(value)
     if value is None:
         raise ConfigError(
             f"save_checkpoint({attribute}={_show(values[attribute])}): checkpoint_score_attribute={attribute!r} ranks "
-            f"by it, so it has to be a number, not {_kind(values[attribute])}"
+            f"by it, so it has to be a number, not {kind_name(values[attribute])}"
         )
     return float(value)
-
-
-def _plain_mapping(metrics: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
-    if depth > _MAX_DEPTH:
-        raise ConfigError(f"metric {path!r} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
-    plain = {}
-    for key, value in metrics.items():
-        if not isinstance(key, (str, int)):
-            raise ConfigError(f"metrics{f' below {path!r}' if path else ''} have the key {_show(key)}: use strings")
-        plain[str(key)] = _plain(value, f"{path}/{key}" if path else str(key), depth)
-    return plain
-
-
-def _plain(value: Any, path: str, depth: int) -> Any:
-    check_length(value, path)
-    if type(value) in _PLAIN:
-        return value
-    for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, Mapping):
-        return _plain_mapping(value, path, depth + 1)
-    if isinstance(value, (list, tuple)):
-        if depth >= _MAX_DEPTH:
-            raise ConfigError(f"metric {path!r} is nested more than {_MAX_DEPTH} deep: does it contain itself?")
-        return [_plain(item, f"{path}/{number}", depth + 1) for number, item in enumerate(value)]
-    shape = getattr(value, "shape", None)
-    if shape is not None and callable(getattr(value, "item", None)):  # torch, NumPy, JAX
-        if math.prod(shape) != 1:
-            raise ConfigError(
-                f"metric {path!r} is a {type(value).__name__} of shape {tuple(shape)}: report one number "
-                "(.mean(), .item()), or .tolist() if you want them all; tensors to keep go into state= or a checkpoint"
-            )
-        return _plain(value.item(), path, depth + 1)
-    number = _number(value)
-    if number is None:
-        raise ConfigError(
-            f"metric {path!r} is {_show(value)} ({_kind(value)}): metrics are numbers, strings, None, and dicts and "
-            "lists of these; put anything else into state= or the checkpoint"
-        )
-    return number
-
-
-def _number(value: Any) -> float | None:
-    """Convert what has a number's value: a one-element tensor, a Decimal, an average meter; None for the rest."""
-    if isinstance(value, (int, float)):
-        return value
-    shape = getattr(value, "shape", None)
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or (shape and math.prod(shape) != 1):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _kind(value: Any) -> str:
-    kind = type(value)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _show(value: Any) -> str:

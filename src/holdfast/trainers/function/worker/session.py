@@ -17,6 +17,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast.checkpoint.handle import Checkpoint, file_system
 from holdfast.errors import ConfigError, SessionError
 from holdfast.model_files import Content, ModelFiles
+from holdfast.run.record import plain_metrics
 from holdfast.storage.base import Storage, check_path
 from holdfast.writer.frames import Channel
 
@@ -29,7 +30,7 @@ from ..config import (
 )
 from ..handoff import HandoffArea
 from ..transit import checkpoint_at, open_root, unpack_checkpoint
-from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score, plain_metrics
+from .delivery import REPORT_OPTIONS, Delivery, check_request, check_score
 from .link import ControllerLink, end_process
 
 _current: Session | None = None

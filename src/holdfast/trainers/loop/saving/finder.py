@@ -75,6 +75,11 @@ class NameTemplate:
             raise ConfigError(f"{what}={text!r}: a variable in the format of another; write that format out")
         self._check_formats(read_back=read_back)
 
+    @property
+    def has_times(self) -> bool:
+        """Whether each moment has a name of its own."""
+        return not set(TIME_VARIABLES).isdisjoint(self.variables)
+
     def _check_formats(self, *, read_back: bool) -> None:
         """Refuse now what `format` would fail at when training has gone on for hours, or a later life at reading."""
         run: dict[str, Any] = {name: "r" if name == "run_name" else 0 for name in RUN_VARIABLES}
@@ -206,7 +211,7 @@ class SaverNames:
 
 
 def _fixed(template: NameTemplate | None, variables: Mapping[str, Any]) -> str | None:
-    if template is None or set(template.variables) & set(TIME_VARIABLES):
+    if template is None or template.has_times:
         return None
     return template.format(variables)
 

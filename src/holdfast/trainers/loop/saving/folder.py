@@ -99,9 +99,9 @@ class SaveFolder:
         return self._session is not None
 
     @property
-    def team(self) -> RankGroup | None:
+    def rank_group(self) -> RankGroup | None:
         """The writers of all ranks, if there are several."""
-        return None if self._session is None else self._session.team
+        return None if self._session is None else self._session.rank_group
 
     def open(self, *, claim: str | None, nested: bool = False) -> None:
         """Get ready to save; idempotent.

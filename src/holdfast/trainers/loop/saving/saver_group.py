@@ -207,12 +207,12 @@ class SaverGroup:
         for saver in self.savers:
             saver.check_overwrite(self.state.timestamp)
 
-    def team(self) -> RankGroup:
+    def rank_group(self) -> RankGroup:
         """Return the writers of all ranks, through which they agree on moments; ours is started if no folder has one.
 
         All ranks call it, while the folders are open.
         """
-        known = next((folder.team for folder in self._folders.values() if folder.team is not None), None)
+        known = next((folder.rank_group for folder in self._folders.values() if folder.rank_group is not None), None)
         if known is None:
             client = self._writer.client(resolve("."), for_run=True)
             known = RankGroup(self.ranks.meeting("control"), client, timeout_s=TIMEOUT_S)
@@ -357,9 +357,9 @@ class SaverGroup:
     def _let_go(self, reason: str) -> None:
         control, self._control = self._control, None
         if control is not None:
-            client, team = control
+            client, rank_group = control
             client.close(TIMEOUT_S, why=f"it has left the training ({reason})")
-            team.close()
+            rank_group.close()
 
 
 _NO_FIT = (

@@ -25,7 +25,7 @@ from ..parallel import TIMEOUT_S
 from ..stop_policy import TrainerGuard
 from ..time import Timestamp
 from .files import FileImage
-from .finder import TIME_VARIABLES, Destinations, FolderEntry, NameTemplate, SaverNames, look_at
+from .finder import Destinations, FolderEntry, SaverNames, look_at
 from .folder import SaveFolder, link_latest
 from .layout import as_torch_file, expand, gathered
 from .uploads import RemoteUploaderDownloader
@@ -136,7 +136,7 @@ class AsyncSaver:
         """Commit the newest state that was kept, if it is newer than what is saved; several ranks: their writers do."""
         session = self._folder.session
         name = session.answer(session.client.rescue(why))
-        self._folder.rescues_later = session.team is not None
+        self._folder.rescues_later = session.rank_group is not None
         if name is not None:
             _LOG.warning("training raised; the state of the last snapshot is saved as %s", name)
 
@@ -312,7 +312,7 @@ class PostCommit:
         """Upload the checkpoint of this moment, where the life that saved it did not come to that."""
         if destinations.remote is None or self._names.remote is None:
             return
-        is_unique = _has_times(self._names.remote)
+        is_unique = self._names.remote.has_times
         missing = []
         for uploader in self._uploaders:
             sent = look_at(uploader.storage, uploader.path_of(destinations.remote)) if is_unique else None
@@ -412,7 +412,3 @@ class PostCommit:
             for entry in [entry for entry in self._found if entry.name in doomed]:
                 if self._folder.delete(entry, claim=self._claim):
                     self._found.remove(entry)
-
-
-def _has_times(template: NameTemplate) -> bool:
-    return bool(set(template.variables) & set(TIME_VARIABLES))
