@@ -138,6 +138,29 @@ def opened(place):
     return open_stored(checkpoint.storage.child(checkpoint.directory))
 
 
+class Loss(nn.Module):
+    """Shows its optimizer a part of its parameters, in a method without torch's newer arguments (as torchrl's do)."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.online, self.target = net(seed), net(seed + 1).requires_grad_(False)
+
+    def named_parameters(self, prefix="", recurse=True):
+        named = super().named_parameters(prefix=prefix, recurse=recurse)
+        return ((name, parameter) for name, parameter in named if not name.startswith("target"))
+
+
+def test_a_module_that_shows_a_part_of_its_parameters():
+    """All that its ``state_dict`` has is saved under its name, and loaded in place."""
+    loss, other = Loss(0), Loss(5)
+    place = memory_uri()
+    hf.save(place, {"loss": loss, "optimizer": torch.optim.Adam(loss.parameters())})
+    held = other.target[0].weight
+    hf.load(place, {"loss": other, "optimizer": torch.optim.Adam(other.parameters())})
+    assert_same(other.state_dict(), loss.state_dict())
+    assert other.target[0].weight is held
+
+
 def test_tied_tensors_are_stored_once():
     """A tied weight takes the bytes of one, and the index names the other an alias."""
     place = memory_uri()

@@ -228,6 +228,35 @@ def test_state_dict_saved_in_place_of_an_object():
     assert again.best == 3
 
 
+class Shaped:
+    """Keeps what its tensors are like in the attribute ``_metadata`` of its ``state_dict``, as a TensorDict does."""
+
+    def __init__(self, **tensors):
+        self.tensors, self.batch_size = tensors, torch.Size([3]) if tensors else None
+
+    def state_dict(self):
+        inner = OrderedDict(self.tensors)
+        inner._metadata = OrderedDict({"": {"batch_size": self.batch_size, "device": None}})
+        return {"storage": inner}
+
+    def load_state_dict(self, state):
+        self.tensors = dict(state["storage"])
+        self.batch_size = state["storage"]._metadata[""]["batch_size"]
+
+
+@pytest.mark.parametrize("load", [lambda place: hf.load(place, {"buffer": Shaped()}), hf.load], ids=["into", "bare"])
+def test_metadata_of_the_state_of_an_object(load):
+    """What an object writes beside its entries, in the attribute that torch has for it, comes back there."""
+    place = memory_uri()
+    hf.save(place, {"buffer": Shaped(x=torch.arange(3.0))})
+    loaded = load(place)["buffer"]
+    if not isinstance(loaded, Shaped):
+        state, loaded = loaded, Shaped()
+        loaded.load_state_dict(state)
+    assert loaded.batch_size == torch.Size([3])
+    assert_same(loaded.tensors, {"x": torch.arange(3.0)})
+
+
 def test_an_object_and_a_metric_are_not_each_other():
     """What a metric stored is no state for an object with ``load_state_dict``, nor the other way round."""
     torchmetrics = pytest.importorskip("torchmetrics")

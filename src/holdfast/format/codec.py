@@ -30,8 +30,8 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedSt
 from .strict_json import BIG_INT_BITS, dumps, encode_big_int, loads
 
 __all__ = [
-    "DECODERS", "MAX_NESTING", "OUTER", "decode", "describe", "dumps", "encode", "encode_float", "encode_numpy",
-    "encode_text", "is_scalar", "is_text", "loads", "nesting_error",
+    "BESIDE", "DECODERS", "MAX_NESTING", "OUTER", "decode", "describe", "dumps", "encode", "encode_float",
+    "encode_numpy", "encode_text", "is_scalar", "is_text", "loads", "nesting_error",
 ]  # fmt: skip
 
 Encode = Callable[[Any, str], Any]
@@ -311,6 +311,9 @@ MAX_NESTING = 200
 
 OUTER = "__tensor__"
 """Key under which a tensor that wraps others has what makes it beside these: class, size, stride, context."""
+
+BESIDE = "__state_metadata__"
+"""Key under which an OrderedDict in the state of an object has what its attribute ``_metadata`` says."""
 
 Leaf = Callable[[Any, str], Any]
 NodeLeaf = Callable[[str, dict[str, Any]], Any]

@@ -64,8 +64,9 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    named.update(module.named_buffers(remove_duplicate=False))
+    # Past what a class makes of these methods, as `objects.stored_parameters` asks.
+    named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(module, remove_duplicate=False))
+    named.update(nn.Module.named_buffers(module, remove_duplicate=False))
     owned = named.values()
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
     memory = _MetaMemory(plan, module, named) if any(tensor.is_meta for tensor in owned) else None

@@ -98,7 +98,7 @@ def parts_of(tensor: torch.Tensor) -> dict[str, Any] | None:
     if tensor.is_nested or tensor.is_meta:
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    plain = _is_plain(context)
+    plain = is_plain_context(context)
     outer = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "size": list(tensor.shape),
@@ -122,11 +122,12 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
     return inner if alike else tensor  # type: ignore[return-value]
 
 
-def _is_plain(context: Any) -> bool:
+def is_plain_context(context: Any) -> bool:
+    """Tell whether what a tensor, or the state of an object, says of itself can be stored as it is."""
     if isinstance(context, (list, tuple)) and type(context) in (list, tuple, torch.Size):
-        return all(map(_is_plain, context))
+        return all(map(is_plain_context, context))
     if type(context) is dict:
-        return all(type(key) is str and _is_plain(value) for key, value in context.items())
+        return all(type(key) is str and is_plain_context(value) for key, value in context.items())
     return type(context) in (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 

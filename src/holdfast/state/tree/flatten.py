@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UnsupportedStateError
-from holdfast.format.codec import MAX_NESTING, encode, is_text, nesting_error
+from holdfast.format.codec import BESIDE, MAX_NESTING, encode, is_text, nesting_error
 
 from . import arrays, objects, rng
 from .arrays import check_module, spread_types
@@ -141,6 +141,7 @@ class _Walker:
         self.owned = False  # within a value that each rank stores for itself
         self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
         self.inner: list[range] = []  # positions of what objects hold
+        self.within = False  # the state of an object
         self.plain: dict[str, Any] = {}  # see `OWN`
         # Keys and indexes around the current value; None within what is noted whole or not at all: objects, tuples, ...
         self.place: tuple[str | int, ...] | None = () if shared and rank else None
@@ -152,6 +153,8 @@ class _Walker:
         """Encode a dict; its own fast paths, because a state may hold 100 000 entries."""
         kind = type(value)
         if kind in (dict, OrderedDict) and _TEXT.issuperset(map(type, value)) and is_text("".join(value)):
+            if kind is OrderedDict and self.within and (beside := objects.metadata_of(value)) is not None:
+                value = OrderedDict(value, **{BESIDE: beside})
             if value and self.listed.issuperset(map(type, value.values())):
                 return self._all_tensors(value, name, path, ordered=kind is OrderedDict)
             if kind is OrderedDict:
@@ -285,19 +288,23 @@ class _Walker:
 
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
         start, num_own, place, self.place = len(self.flat.names), len(self.flat.per_rank), self.place, None
-        tree = self.value(state, name, f"{path}.state_dict()")
-        if self.shared:
-            self.inner.append(range(start, len(self.flat.names)))
-        self.place = place
-        node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
-        has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
-        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
-            self.num_wholes += 1
-        elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
-            if place is not None and self._is_small(start):
-                self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
-            else:
-                self.flat.alone.extend(range(start, len(self.flat.names)))
+        outside, self.within = self.within, kind == "object"
+        try:
+            tree = self.value(state, name, f"{path}.state_dict()")
+            if self.shared:
+                self.inner.append(range(start, len(self.flat.names)))
+            self.place = place
+            node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+            has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
+            if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
+                self.num_wholes += 1
+            elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
+                if place is not None and self._is_small(start):
+                    self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+                else:
+                    self.flat.alone.extend(range(start, len(self.flat.names)))
+        finally:
+            self.within = outside
         return node
 
     def _is_small(self, start: int) -> bool:

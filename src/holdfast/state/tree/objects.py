@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedStateError
 
-from .arrays import is_spread, parts_of, reshard
+from .arrays import is_plain_context, is_spread, parts_of, reshard
 from .values import PerRank
 
 # Prefixes no user would choose: removed wherever they occur.
@@ -82,7 +82,8 @@ def _strip_parallel(name: str, prefixes: list[str]) -> str:
 
 def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of an unwrapped module by their stored names; shared ones come once for each name."""
-    params = dict(module.named_parameters(remove_duplicate=False))
+    # Past what a class makes of it: some leave parameters out or take other arguments (losses of torchrl).
+    params = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     return list(zip(canonical_keys(module, params), params.values(), strict=True))
 
 
@@ -405,6 +406,21 @@ def state_of(value: Any, asked: _Asked, name: str) -> Any:
     """Return the state of an object: what `ask_in_order` got from it, else its ``state_dict()``."""
     known = asked.pop(name, None)
     return known[1] if known is not None and known[0] is value else value.state_dict()
+
+
+def metadata_of(state: Mapping[Any, Any]) -> dict[str, Any] | None:
+    """Return what ``state_dict`` keeps in the attribute ``_metadata`` of its result, where that is needed for a load.
+
+    A TensorDict has its batch size and device there, at each level. What modules have there (versions) is that of the
+    live one when it loads, and is left out, as is what is no plain data.
+    """
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, Mapping) or not all(isinstance(entry, Mapping) for entry in metadata.values()):
+        return None
+    if not any(entry.keys() - {"version"} for entry in metadata.values()):
+        return None
+    plain = {key: dict(entry) for key, entry in metadata.items()}
+    return plain if is_plain_context(plain) else None
 
 
 def _objects(state: Any) -> Iterator[tuple[str, Any]]:

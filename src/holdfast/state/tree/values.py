@@ -14,7 +14,7 @@ A stored tree is typed JSON (`holdfast.format.codec`). This layer adds the nodes
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import ConfigError
+from holdfast.format.codec import BESIDE
 
 from . import arrays
 
@@ -187,6 +188,8 @@ def fill(value: Any, per_rank: dict[str, Any] | None) -> Any:
         for key, item in value.items():
             if not isinstance(item, _DONE):
                 value[key] = fill(item, per_rank)
+        if BESIDE in value and isinstance(value, OrderedDict):
+            value._metadata = value.pop(BESIDE)  # type: ignore[attr-defined]
         return value
     if isinstance(value, (list, deque)):
         for number, item in enumerate(value):
