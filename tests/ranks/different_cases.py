@@ -207,6 +207,22 @@ def experts(root: str) -> dict[str, Any]:
     return {"names": len(expected)}
 
 
+def start_apart(root: str) -> dict[str, Any]:
+    """Start a run whose ranks hold other layers, unsaid and said, and one whose lists will be alike later."""
+    rank, path = dist.get_rank(), Path(root, "run")
+
+    def start(state: dict[str, Any], **options: Any) -> str:
+        return refused(lambda: hf.Checkpointer(path, state, every="10min", **options).start().close())
+
+    mine = Layers(range(rank, rank + 1))
+    return {
+        "unsaid": start({"model": mine}),
+        "frozen": start({"model": Layers(range(1)).requires_grad_(rank == 0)}),
+        "said": start({"model": mine}, alike=[rank]),
+        "later": start({"replay": [torch.ones(2)] * rank}),
+    }
+
+
 class Agreed:
     """Has a number that is agreed over the ranks whenever it is saved or loaded, as wrappers around FSDP do it."""
 

@@ -37,6 +37,15 @@ def test_state_dicts_of_other_keys_are_united_or_refused(ranks, tmp_path):
     assert groups == [{"lr": 0.1, "params": [f"layers.{number}.weight" for number in range(3)]}]
 
 
+def test_ranks_that_could_not_save_do_not_begin(ranks, tmp_path):
+    """Other layers on each rank, unsaid: refused at the start, and not when the first save is due."""
+    for one in ranks.checked(f"{CASES}:start_apart", str(tmp_path)):
+        assert "CheckpointError: no save of these ranks could be committed: the state of rank 1" in one["unsaid"]
+        assert "alike=[rank]" in one["unsaid"]
+        assert "the names are the same" in one["frozen"]
+        assert (one["said"], one["later"]) == ("fine", "fine")
+
+
 @pytest.mark.parametrize(("how", "mesh_of"), [
     ("fsdp2", "names"),
     pytest.param("ddp", "own", marks=pytest.mark.slow),
