@@ -59,9 +59,10 @@ class Flat:
         regions: position -> which part of a tensor lies there, for tensors that are spread over ranks. A tensor of
             which a rank holds several boxes has several positions with the same name.
         replicated: positions of tensors that all ranks hold alike; found only with ``shared``.
-        loose: positions of tensors in plain containers, of which one rank stores its own; found only with ``shared``.
-        alone: positions of tensors, in plain containers and in objects, of which one rank's come back on all ranks
-            although others may hold something else; found only with ``shared``.
+        loose: positions of tensors in plain containers, and in objects that hold many bytes, of which one rank stores
+            its own; found only with ``shared``.
+        alone: positions of tensors, in plain containers and in objects, and of buffers, of which one rank's come back
+            on all ranks although others may hold something else; found only with ``shared``.
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
             is something of its shape without its values.
@@ -140,7 +141,7 @@ class _Walker:
         self.parted: dict[int, torch.Tensor] = {}  # id of what stands for a tensor that is to be saved whole -> this
         self.owned = False  # within a value that each rank stores for itself
         self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
-        self.inner: list[range] = []  # positions of what objects hold
+        self.inner: list[range] = []  # positions of what modules, optimizers, and objects of each rank hold
         self.plain: dict[str, Any] = {}  # see `OWN`
         # Keys and indexes around the current value; None within what is noted whole or not at all: objects, tuples, ...
         self.place: tuple[str | int, ...] | None = () if shared and rank else None
@@ -286,18 +287,22 @@ class _Walker:
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
         start, num_own, place, self.place = len(self.flat.names), len(self.flat.per_rank), self.place, None
         tree = self.value(state, name, f"{path}.state_dict()")
-        if self.shared:
-            self.inner.append(range(start, len(self.flat.names)))
+        added, held = range(start, len(self.flat.names)), kind in ("module", "optimizer")
         self.place = place
         node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
         has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
-        if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
+        if held or isinstance(value, torch.optim.Optimizer) or has_nothing:
             self.num_wholes += 1
         elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
             if place is not None and self._is_small(start):
                 self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+                held = True
             else:
-                self.flat.alone.extend(range(start, len(self.flat.names)))
+                self.flat.alone.extend(added)
+        else:
+            held = True
+        if self.shared and held:
+            self.inner.append(added)
         return node
 
     def _is_small(self, start: int) -> bool:
