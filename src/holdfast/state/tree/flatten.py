@@ -21,7 +21,7 @@ from holdfast.format.codec import MAX_NESTING, encode, is_text, nesting_error
 
 from . import arrays, objects, rng
 from .arrays import check_module, spread_types
-from .objects import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
+from .objects import Modules, canonical_keys, parallel_wrapper, parameter_names, stored_parameters, unwrap
 from .values import Attrs, PerRank
 
 if TYPE_CHECKING:
@@ -359,10 +359,11 @@ class _Walker:
     def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
         if objects.is_metric(module):
             return self._object(module, "metric", objects.metric_state(module), name, path)
-        if self.shared and isinstance(module, nn.parallel.DistributedDataParallel):
+        parallel = parallel_wrapper(module) if self.shared else None
+        if parallel is not None:
             from . import sharded  # not above: few states have such a module
 
-            self.flat.groups.add(sharded.parallel_group(module))
+            self.flat.groups.add(sharded.parallel_group(parallel))
         module = unwrap(module)
         check_module(module, f"state{path}")
         raw = module.state_dict()
@@ -381,6 +382,12 @@ class _Walker:
         )
         if self.shared:
             self.flat.replicated.extend(number for number, owner in owners.items() if owner is not None)
+            # DDP gives all ranks the buffers of rank 0 before each forward pass; nothing does where weights are spread.
+            differ = any(number in self.flat.regions or number in self.flat.whole for number in added)
+            if parallel is not None:
+                differ = not parallel.broadcast_buffers
+            if differ:
+                self.flat.alone.extend(number for number, owner in owners.items() if owner is None)
         return node
 
     # -- tensors
