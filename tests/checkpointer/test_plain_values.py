@@ -116,6 +116,17 @@ def test_a_deque_of_another_length_is_refilled_too(tmp_path: Path, length: int |
     assert (list(last), last.maxlen) == ([1, 2, 3][-(length or 3) :], length)
 
 
+def test_a_value_of_each_rank_that_has_grown_is_refilled(tmp_path: Path) -> None:
+    """Tensors that were put into a `PerRank` during training, and attributes in one, come back into what is there."""
+    hook = SimpleNamespace(iter=5, errors={0: torch.ones(2)})
+    replay = deque([(torch.full((1,), 4.0), 7)], maxlen=3)
+    save(tmp_path, {"replay": hf.PerRank(replay), "hook": hf.PerRank(hf.attrs(hook, "iter", "errors"))})
+    mine, other = deque(maxlen=3), SimpleNamespace(iter=0, errors={})
+    resumed(tmp_path, {"replay": hf.PerRank(mine), "hook": hf.PerRank(hf.attrs(other, "iter", "errors"))})
+    assert [(value.item(), number) for value, number in mine] == [(4.0, 7)]
+    assert (other.iter, other.errors[0].tolist()) == (5, [1.0, 1.0])
+
+
 def test_attributes_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`attrs` saves attributes, tensors and modules among them, and sets them again; the object stays the same."""
     net = torch.nn.Linear(1, 1)

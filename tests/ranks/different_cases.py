@@ -207,6 +207,54 @@ def experts(root: str) -> dict[str, Any]:
     return {"names": len(expected)}
 
 
+def start_apart(root: str) -> dict[str, Any]:
+    """Start a run whose ranks hold other layers, unsaid and said, and one whose lists will be alike later."""
+    rank, path = dist.get_rank(), Path(root, "run")
+
+    def start(state: dict[str, Any], **options: Any) -> str:
+        return refused(lambda: hf.Checkpointer(path, state, every="10min", **options).start().close())
+
+    mine = Layers(range(rank, rank + 1))
+    return {
+        "unsaid": start({"model": mine}),
+        "frozen": start({"model": Layers(range(1)).requires_grad_(rank == 0)}),
+        "said": start({"model": mine}, alike=[rank]),
+        "later": start({"replay": [torch.ones(2)] * rank}),
+    }
+
+
+class Holder:
+    """An object with many bytes, whose ``state_dict()`` has other names on each rank."""
+
+    def __init__(self, key: str) -> None:
+        self.held = {key: torch.full((1 << 19,), 1.0 + dist.get_rank())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def big_objects(root: str) -> dict[str, Any]:
+    """Save what objects hold: under other names on each rank, unsaid and said, and under one name."""
+    rank, path = dist.get_rank(), Path(root, "objects")
+    stage = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(stage.parameters(), momentum=0.9)
+    optimizer.register_state_dict_pre_hook(lambda _: None)  # so that it goes by its own state_dict(), by positions
+    (stage(torch.ones(1, 4)).sum() * (rank + 1)).backward()
+    optimizer.step()
+    found = {
+        "unsaid": refused(lambda: hf.save(path, {"object": Holder(f"layers.{rank}")})),
+        "one name": refused(lambda: hf.save(path, {"optimizer": optimizer}, alike=[rank])),
+        "said": refused(lambda: hf.save(path, {"object": Holder(f"layers.{rank}")}, alike=[rank])),
+    }
+    mine = Holder(f"layers.{rank}")
+    mine.held[f"layers.{rank}"].zero_()
+    hf.load(path, {"object": mine}, ranks="all", alike=[rank])
+    return {**found, "loaded": [value.unique().tolist() for _, value in sorted(mine.held.items())]}
+
+
 class Agreed:
     """Has a number that is agreed over the ranks whenever it is saved or loaded, as wrappers around FSDP do it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,3 +86,19 @@ def train(root: str, until: int, *, crash_at: int = -1, alone: bool = False) -> 
                 os._exit(9)
     bits = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
     return {"begun": begun, "digest": hashlib.sha256(bits).hexdigest()}
+
+
+def hook_with_memory(root: str, named: bool) -> None:
+    """Train a step under a communication hook that counts; ``named`` puts the count into the state."""
+    model, kept = wrapped(), SimpleNamespace(process_group=None, iter=0)
+
+    def reduce(own, bucket):  # DDP takes no annotations that are text
+        own.iter += bucket.is_last()
+        return allreduce_hook(own.process_group, bucket)
+
+    model.register_comm_hook(kept, reduce)
+    hook = {"hook": hf.PerRank(hf.attrs(kept, "iter"))} if named else {}
+    with hf.Checkpointer(Path(root), {"model": model, **hook}, every=1) as ck:
+        assert kept.iter == (ck.global_step if named else 0)
+        gradients(model, ck.global_step)
+        ck.step()

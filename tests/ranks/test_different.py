@@ -37,6 +37,25 @@ def test_state_dicts_of_other_keys_are_united_or_refused(ranks, tmp_path):
     assert groups == [{"lr": 0.1, "params": [f"layers.{number}.weight" for number in range(3)]}]
 
 
+def test_what_big_objects_of_some_ranks_hold_is_united_or_refused(ranks, tmp_path):
+    """One rank's are stored, so what another one has under another name would be lost; as of plain dictionaries."""
+    for one in ranks.checked(f"{CASES}:big_objects", str(tmp_path)):
+        assert "rank 1 holds tensors that rank 0 does not have, 'object/layers.1'" in one["unsaid"]
+        assert "holdfast.PerRank(...)" in one["unsaid"]
+        assert "hold different values of 'optimizer/state/0/momentum_buffer'" in one["one name"]
+        assert one["said"] == "fine"
+        assert one["loaded"] == [[1.0], [2.0]]
+
+
+def test_ranks_that_could_not_save_do_not_begin(ranks, tmp_path):
+    """Other layers on each rank, unsaid: refused at the start, and not when the first save is due."""
+    for one in ranks.checked(f"{CASES}:start_apart", str(tmp_path)):
+        assert "CheckpointError: no save of these ranks could be committed: the state of rank 1" in one["unsaid"]
+        assert "alike=[rank]" in one["unsaid"]
+        assert "the names are the same" in one["frozen"]
+        assert (one["said"], one["later"]) == ("fine", "fine")
+
+
 @pytest.mark.parametrize(("how", "mesh_of"), [
     ("fsdp2", "names"),
     pytest.param("ddp", "own", marks=pytest.mark.slow),

@@ -51,3 +51,13 @@ def test_a_model_that_other_ranks_do_not_save_is_not_waited_for(ranks, tmp_path)
     found = ranks.ranks(f"{CASES}:train", str(tmp_path / "run"), 2, alone=True, world_size=3)
     assert [one.status for one in found] == [0, 0, 0], found
     assert "model: DDP adds its gradients in another order" in found[0].output
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_hook_keeps_is_saved_or_said(ranks, tmp_path, named):
+    """DDP gives it to no `state_dict()`: rank 0 says so after the first step, unless the state names it."""
+    for _ in range(2):
+        found = ranks.ranks(f"{CASES}:hook_with_memory", str(tmp_path / "run"), named)
+        assert [one.status for one in found] == [0, 0], found
+        told = "has changed iter of the SimpleNamespace that the communication hook of model keeps"
+        assert [told in one.output for one in found] == [not named, False]

@@ -38,3 +38,11 @@ def test_save_and_load_keep_them_too(ranks, tmp_path):
     assert single["position"] == 0
     (words,) = single["words"]
     assert "data, parts/0, sampler: other values on other ranks when 2 saved" in words
+
+
+def test_buffers_that_nothing_makes_alike_are_said(ranks, tmp_path):
+    """Rank 0's are stored, which DDP gives to all in the next step anyway; BatchNorm's matter to no step."""
+    outcomes = ranks.ranks(f"{CASES}:buffers", str(tmp_path))
+    assert [one.status for one in outcomes] == [0, 0], outcomes
+    said = [line for line in outcomes[0].output.splitlines() if "whose values alone are stored" in line]
+    assert [line.partition(": other values on rank 1 ")[0] for line in said] == ["holdfast: apart/scale, spread/scale"]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import holdfast as hf
 
@@ -101,6 +103,29 @@ def functions(root: str) -> dict[str, Any]:
         "into": [back["data"]["seen"], into["sampler"].position, back["same"]],
         "big": big.total.unique().tolist(),
     }
+
+
+class Scaled(nn.Module):
+    """Has weights, and buffers that each rank changes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("scale", torch.ones(2))
+
+
+def buffers(root: str) -> None:
+    """Save modules whose buffers differ: DDP with and without a broadcast of buffers, one compiled, and FSDP2."""
+    state: dict[str, nn.Module] = {
+        "synced": nn.parallel.DistributedDataParallel(Scaled()),
+        "apart": nn.parallel.DistributedDataParallel(Scaled(), broadcast_buffers=False),
+        "spread": fully_shard(Scaled(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+    }
+    state["compiled"] = torch.compile(nn.parallel.DistributedDataParallel(Scaled()), backend="eager")
+    for module in state.values():
+        for buffer in module.buffers():
+            buffer.add_(dist.get_rank())
+    hf.save(Path(root, "buffers"), state)
 
 
 def alone(root: str) -> dict[str, Any]:

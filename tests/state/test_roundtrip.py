@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -347,3 +348,16 @@ def test_rng_and_per_rank():
     assert (torch.rand(3).tolist(), random.random()) == ahead
     assert back["mine"].value["t"] is live
     assert (live.tolist(), back["mine"].value["n"]) == ([1, 1], 4)
+
+
+def test_what_a_rank_s_own_value_has_gained_is_loaded():
+    """Tensors that the live `PerRank` does not have yet, and attributes of an object in it."""
+    where = memory_uri()
+    saved = SimpleNamespace(iter=5, errors={0: torch.ones(2)})
+    grown = [(torch.full((2,), 3.0), "a")]
+    hf.save(where, {"replay": hf.PerRank(grown), "hook": hf.PerRank(hf.attrs(saved, "iter", "errors"))})
+    hook = SimpleNamespace(iter=0, errors={})
+    back = hf.load(where, {"replay": hf.PerRank([]), "hook": hf.PerRank(hf.attrs(hook, "iter", "errors"))})
+    ((tensor, text),) = back["replay"].value
+    assert (tensor.tolist(), text) == ([3.0, 3.0], "a")
+    assert (hook.iter, hook.errors[0].tolist()) == (5, [1.0, 1.0])

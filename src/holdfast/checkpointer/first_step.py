@@ -1,12 +1,14 @@
-"""What the first step of a life shows of a resume: layers that were frozen and train now, buffers that nobody saves.
+"""What the first step of a life shows of a resume: layers that were frozen and train now, and what nobody saves.
 
-``requires_grad`` and such buffers are in no ``state_dict()``, so no load can compare them; every front door asks here.
+``requires_grad``, some buffers, and what hooks of DDP keep are in no ``state_dict()``, so no load can compare them;
+every front door asks here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,10 @@ from torch.optim import Optimizer
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import save_id_of
+from holdfast.state.gradient_order import parallel_modules
 from holdfast.state.save.plan import FROZEN
 from holdfast.state.tree.objects import Modules, leaves, parameter_names
+from holdfast.state.tree.values import Attrs, PerRank
 
 from .console import listed
 
@@ -43,7 +47,7 @@ def first_step_checks(
         saved: root of the checkpoint of this run that was loaded into it, None for no such one.
         manifest: of that checkpoint.
     """
-    looks = [_changed_buffers(state)]
+    looks = [_changed_buffers(state), *_changed_hooks(state)]
     if saved is not None and manifest is not None:
         looks.append(_other_layers(state, saved, manifest))
     return looks
@@ -139,3 +143,51 @@ def _changed_buffers(state: Mapping[Any, Any]) -> Look:
         )  # fmt: skip
 
     return look
+
+
+def _changed_hooks(state: Mapping[Any, Any]) -> Iterator[Look]:
+    """Yield for each DDP module with communication hooks what names those that have changed a state of their own.
+
+    Only whether a number is another one, or a container has grown, is looked at.
+    """
+    for path, module in parallel_modules(state).items():
+        kept = [own for _, own in getattr(module, "_comm_hooks", ()) if own is not None]
+        known = {id(item) for item in _named(state)} if kept else set()
+        for own in kept:
+            if id(own) not in known:
+                yield partial(_changed_hook, path, own, _counts(own))
+
+
+def _changed_hook(path: str, own: Any, before: Mapping[str, float]) -> str:
+    changed = sorted(name for name, count in _counts(own).items() if count != before.get(name))
+    kind = type(own).__name__
+    return "" if not changed else (
+        f"the first step has changed {listed(changed)} of the {kind} that the communication hook of {path} keeps: DDP "
+        "gives it to no state_dict(), and a resume goes on with what the script makes anew (docs/parallel.md)"
+    )  # fmt: skip
+
+
+def _named(value: Any) -> Iterator[Any]:
+    """Yield the objects whose attributes a state names, and what its own objects hold."""
+    value = value.value if isinstance(value, PerRank) else value
+    if isinstance(value, Attrs):
+        yield value._owner
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _named(item)
+    elif not isinstance(value, nn.Module):
+        yield value
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _counts(own: Any) -> dict[str, float]:
+    """Return the numbers among the attributes of an object, and the lengths of its containers."""
+    names = {*getattr(own, "__dict__", ()), *(name for kind in type(own).__mro__ for name in _slots(kind))}
+    held = {name: getattr(own, name, None) for name in names}
+    counts = {name: value for name, value in held.items() if isinstance(value, (int, float))}
+    return {**counts, **{name: len(value) for name, value in held.items() if isinstance(value, Sized)}}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -16,7 +16,7 @@ import torch
 from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes, format_duration
 from holdfast.config import Keep, rules_of
-from holdfast.errors import StorageFullError
+from holdfast.errors import CheckpointError, StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
 from holdfast.run.names import ROLLBACKS, WATCHED
 from holdfast.run.process import memory_name
@@ -124,10 +124,13 @@ def start_run(
         freed = kept_bytes(session.root.uri) // current_ranks().local_world_size
         to_come = _future_optimizer_bytes(live, on="cpu") - freed
         short.append(snapshotter.look_at_memory(live, reserve=to_come))
-        own = snapshotter.stored_bytes(live)
-        return [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
+        own, division = snapshotter.stored_bytes(live), snapshotter.division
+        room = [memory_name(), own, session.storage.free_bytes()] if session.staged else ["", own, None]
+        return [room, None if division is None else division.to_json()]
 
-    def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
+    def check(given: Sequence[list[Any]]) -> dict[str, Any]:
+        needs = [row for row, _ in given]
+        _check_divisions([division for _, division in given])
         if outcome.before is not None and _watched(options) is not None:
             # Before uploads of lives before, and what they push out, go on.
             session.ask("protect", names=[outcome.before[1]])
@@ -160,6 +163,19 @@ def start_run(
             block.notes.extend(notes_of(rollbacks, unsound, step=progress.step, num_ranks=meeting.world_size))
         block.show()
     return outcome
+
+
+def _check_divisions(given: Sequence[Any]) -> None:
+    """Refuse ranks whose parts would make up no state, as the commit of a save does.
+
+    What the first steps may still bring, tensors in plain containers and values, is left to the commit.
+    """
+    if len(given) == 1:
+        return
+    from holdfast.format.division import Division, disagreement  # not above: most runs have one rank
+
+    if problem := disagreement({rank: Division.from_json(row) for rank, row in enumerate(given)}):
+        raise CheckpointError(f"no save of these ranks could be committed: {problem}. Nothing was trained")
 
 
 def _saved(outcome: ResumeResult) -> tuple[Storage | None, Manifest | None]:

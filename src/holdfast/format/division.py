@@ -184,8 +184,9 @@ def _unlike(by_writer: Mapping[int, Division], members: list[int]) -> str | None
         return (
             f"{_ranks(writers)} hold{'s' if len(writers) == 1 else ''} tensors that rank {first} does not have, "
             f"{', '.join(map(repr, names[:_NAMED]))}{more}, and of tensors in plain containers those of rank {first} "
-            "alone are stored; if these ranks are meant to hold different things, such as stages of a pipeline, say "
-            "which ones hold the same: alike=mesh['dp'], or alike=[rank] where each holds its own"
+            "alone are stored: put what each rank is to get back, such as a buffer of samples, into "
+            "holdfast.PerRank(...); if these ranks are meant to hold different parts of a model, such as stages of a "
+            "pipeline, say which ones hold the same: alike=mesh['dp'], or alike=[rank] where each holds its own"
         )
     return None
 

@@ -478,6 +478,8 @@ def set_attributes(live: Any, loaded: Any, path: str = "") -> list[tuple[str, st
 
     All else of ``loaded`` is for the caller.
     """
+    if isinstance(live, PerRank) and isinstance(loaded, PerRank):
+        live, loaded = live.value, loaded.value
     if not (isinstance(live, Mapping) and isinstance(loaded, Mapping)):
         return []
     if isinstance(live, Attrs):
@@ -486,7 +488,7 @@ def set_attributes(live: Any, loaded: Any, path: str = "") -> list[tuple[str, st
         return done.lost
     lost = []
     for key, value in loaded.items():
-        if not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and key in live:
+        if not isinstance(value, torch.Tensor) and isinstance(value, (Mapping, PerRank)) and key in live:
             lost += set_attributes(live[key], value, f"{path}/{key}" if path else str(key))
     return lost
 

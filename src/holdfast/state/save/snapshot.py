@@ -36,6 +36,7 @@ from .plan import MIN_WINDOW, Layout, fits, plan, signature
 from .staging import StateCopy, sampled, stage
 
 if TYPE_CHECKING:
+    from holdfast.format.division import Division
     from holdfast.model_files import ModelFiles
 
     from .device_copies import DeviceCopies
@@ -126,6 +127,12 @@ class Snapshotter:
         files = [file.size for file in layout.files]
         digests = DIGEST_BYTES * sum(map(num_chunks, files))
         return sum(files) + digests + sum(len(content()) for content in contents)
+
+    @property
+    def division(self) -> Division | None:
+        """How the ranks divide the state, as it was last looked at: tensors in plain containers and values left out."""
+        division = None if self.layout is None else self.layout.division
+        return None if division is None else replace(division, loose=(), num_loose=0)
 
     @property
     def streams(self) -> bool:

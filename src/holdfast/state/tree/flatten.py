@@ -21,7 +21,7 @@ from holdfast.format.codec import BESIDE, MAX_NESTING, encode, is_text, nesting_
 
 from . import arrays, objects, rng
 from .arrays import check_module, spread_types
-from .objects import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
+from .objects import Modules, canonical_keys, parallel_wrapper, parameter_names, stored_parameters, unwrap
 from .values import Attrs, PerRank
 
 if TYPE_CHECKING:
@@ -59,9 +59,10 @@ class Flat:
         regions: position -> which part of a tensor lies there, for tensors that are spread over ranks. A tensor of
             which a rank holds several boxes has several positions with the same name.
         replicated: positions of tensors that all ranks hold alike; found only with ``shared``.
-        loose: positions of tensors in plain containers, of which one rank stores its own; found only with ``shared``.
-        alone: positions of tensors, in plain containers and in objects, of which one rank's come back on all ranks
-            although others may hold something else; found only with ``shared``.
+        loose: positions of tensors in plain containers, and in objects that hold many bytes, of which one rank stores
+            its own; found only with ``shared``.
+        alone: positions of tensors, in plain containers and in objects, and of buffers, of which one rank's come back
+            on all ranks although others may hold something else; found only with ``shared``.
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
             is something of its shape without its values.
@@ -140,7 +141,7 @@ class _Walker:
         self.parted: dict[int, torch.Tensor] = {}  # id of what stands for a tensor that is to be saved whole -> this
         self.owned = False  # within a value that each rank stores for itself
         self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
-        self.inner: list[range] = []  # positions of what objects hold
+        self.inner: list[range] = []  # positions of what modules, optimizers, and objects of each rank hold
         self.within = False  # the state of an object
         self.plain: dict[str, Any] = {}  # see `OWN`
         # Keys and indexes around the current value; None within what is noted whole or not at all: objects, tuples, ...
@@ -289,22 +290,24 @@ class _Walker:
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
         start, num_own, place, self.place = len(self.flat.names), len(self.flat.per_rank), self.place, None
         outside, self.within = self.within, kind == "object"
-        try:
-            tree = self.value(state, name, f"{path}.state_dict()")
-            if self.shared:
-                self.inner.append(range(start, len(self.flat.names)))
-            self.place = place
-            node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
-            has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
-            if kind in ("module", "optimizer") or isinstance(value, torch.optim.Optimizer) or has_nothing:
-                self.num_wholes += 1
-            elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
-                if place is not None and self._is_small(start):
-                    self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
-                else:
-                    self.flat.alone.extend(range(start, len(self.flat.names)))
-        finally:
-            self.within = outside
+        tree = self.value(state, name, f"{path}.state_dict()")
+        added, held = range(start, len(self.flat.names)), kind in ("module", "optimizer")
+        self.place = place
+        node = {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+        has_nothing = state is None or (isinstance(state, Mapping) and not state)  # it is given what rank 0 has
+        if held or isinstance(value, torch.optim.Optimizer) or has_nothing:
+            self.num_wholes += 1
+        elif self.shared and len(self.flat.per_rank) == num_own:  # else its author has said what differs
+            if place is not None and self._is_small(start):
+                self.plain[pointer(place)] = {**node, "state": self._own(state, OWN, path, f"/{name}")}
+                held = True
+            else:
+                self.flat.alone.extend(added)
+        else:
+            held = True
+        if self.shared and held:
+            self.inner.append(added)
+        self.within = outside
         return node
 
     def _is_small(self, start: int) -> bool:
@@ -361,10 +364,11 @@ class _Walker:
     def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
         if objects.is_metric(module):
             return self._object(module, "metric", objects.metric_state(module), name, path)
-        if self.shared and isinstance(module, nn.parallel.DistributedDataParallel):
+        parallel = parallel_wrapper(module) if self.shared else None
+        if parallel is not None:
             from . import sharded  # not above: few states have such a module
 
-            self.flat.groups.add(sharded.parallel_group(module))
+            self.flat.groups.add(sharded.parallel_group(parallel))
         module = unwrap(module)
         check_module(module, f"state{path}")
         raw = module.state_dict()
@@ -383,6 +387,12 @@ class _Walker:
         )
         if self.shared:
             self.flat.replicated.extend(number for number, owner in owners.items() if owner is not None)
+            # DDP gives all ranks the buffers of rank 0 before each forward pass; nothing does where weights are spread.
+            differ = any(number in self.flat.regions or number in self.flat.whole for number in added)
+            if parallel is not None:
+                differ = not parallel.broadcast_buffers
+            if differ:
+                self.flat.alone.extend(number for number, owner in owners.items() if owner is None)
         return node
 
     # -- tensors

@@ -49,6 +49,14 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = modules["_orig_mod"]
 
 
+def parallel_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the DDP that ``module`` is, or that ``torch.compile`` has wrapped; None if there is none."""
+    modules = module.__dict__.get("_modules", ())  # not a dict in modules of TorchScript
+    if "_orig_mod" in modules:
+        module = modules["_orig_mod"]
+    return module if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
     """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
     text = "\n".join(keys)

@@ -23,6 +23,7 @@ from holdfast.format.digest import bytes_digest
 from holdfast.format.division import Box
 
 from .arrays import local_of, local_tensor, spread_types
+from .objects import parallel_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -399,8 +400,8 @@ def parallel_group(module: nn.parallel.DistributedDataParallel) -> tuple[int, ..
 def _groups(value: Any, above: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     kinds = spread_types()
     if isinstance(value, nn.Module):
-        if isinstance(value, nn.parallel.DistributedDataParallel):
-            yield parallel_group(value)
+        if (parallel := parallel_wrapper(value)) is not None:
+            yield parallel_group(parallel)
         yield from _spread_over(value.parameters(), kinds)
     elif isinstance(value, torch.Tensor):
         yield from _spread_over([value], kinds)

@@ -184,6 +184,9 @@ def fill(value: Any, per_rank: dict[str, Any] | None) -> Any:
     if isinstance(value, PerRankNode):
         own = (per_rank or {}).get(value.key)
         return fill(own["rng"] if value.rng and own is not None else own, per_rank)
+    if isinstance(value, PerRank):  # of the live state, with the stored value of this rank
+        value.value = fill(value.value, per_rank)
+        return value
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(item, _DONE):
