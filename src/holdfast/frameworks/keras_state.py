@@ -498,6 +498,7 @@ class FitRun:
 
     def __init__(self, model: Callable[[], Any], counters: Counters, arguments: Mapping[str, Any]) -> None:
         self._model, self._counters = model, counters
+        self._bare = model()  # for what is asked at every batch: to bring it up to date takes time
         self._position = Position(int(model().steps_per_execution))
         self._metrics = Variables("metrics", lambda: model().metrics_variables, later=True)
         self._skip: _Skip | None = None
@@ -628,7 +629,7 @@ class FitRun:
         """Count a call of the train function; saves when due."""
         if self._skip is not None and self._skip.left:
             self._skip.counted()
-            self._model().stop_training = False  # nobody had asked for it by then
+            self._bare.stop_training = False  # nobody had asked for it by then
             if not self._skip.left:
                 self._put_back()
                 self._kept = None
@@ -636,7 +637,7 @@ class FitRun:
             return
         self._skip = None
         metrics = scalars(logs)
-        self._position.count(metrics, stopping=bool(self._model().stop_training))
+        self._position.count(metrics, stopping=bool(self._bare.stop_training))
         with self._leaving():
             self.checkpointer.step(**metrics)
 

@@ -68,6 +68,20 @@ def test_a_fit_that_is_done_has_nothing_left_to_do(every: int, tmp_path: Path) -
         assert ck.latest().step == 6
 
 
+def test_a_batch_that_is_not_saved_does_not_bring_the_model_up_to_date(tmp_path: Path) -> None:
+    """With JAX as backend that is an assignment for each variable."""
+    model, asked = make_model(), []
+    run = FitRun(lambda: asked.append(1) or model, Counters(()), {"path": tmp_path, "every": 2, "keep": None})
+    run.begin({"epochs": 1})
+    run.enter_epoch(0)
+    before = len(asked)
+    run.batch_done({"loss": 0.5})
+    assert len(asked) == before
+    run.batch_done({"loss": 0.5})
+    assert len(asked) > before
+    run.close(Killed())
+
+
 class Rates:
     """A callback as people write them: a smaller rate with each epoch and each batch, and what it has seen."""
 
