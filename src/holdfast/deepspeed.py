@@ -8,10 +8,12 @@ together without running any of it.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from ._log import get_logger
 from .checkpoint.handle import Checkpoint
 from .errors import CheckpointError, ConfigError
 from .frameworks.keepers import ShardCheckpoints, verified_directory
@@ -21,6 +23,7 @@ from .trainers.function.config import CheckpointUploadMode
 __all__ = ["TAG", "Keeper", "load", "report"]
 
 TAG = "deepspeed"  # the folder in which DeepSpeed's files lie; `latest` names it
+_LOG = get_logger("deepspeed")
 
 
 def report(
@@ -71,7 +74,7 @@ def load(engine: Any, checkpoint: str | os.PathLike[str] | Checkpoint, **options
 
     Raises:
         CorruptCheckpointError: a file is damaged; on all ranks, and before DeepSpeed reads anything.
-        CheckpointError: DeepSpeed finds nothing of its own there.
+        CheckpointError: DeepSpeed finds nothing of its own there, or it is of another stage of ZeRO.
     """
     with verified_directory(checkpoint) as directory:
         return _read(engine, directory, checkpoint, options)
@@ -123,10 +126,26 @@ def _refuse_decoupled(engine: Any) -> None:
 
 
 def _write(engine: Any, directory: str, client_state: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+    _say_what_is_accumulated(engine)
     engine.save_checkpoint(directory, tag=TAG, client_state=dict(client_state or {}), **options)
 
 
+def _say_what_is_accumulated(engine: Any) -> None:
+    """Say which gradients are lost; DeepSpeed saves neither them nor how many micro-batches they are of."""
+    managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()  # older versions lack it
+    if not managed or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
+        return  # the script says itself where a step ends
+    whole = engine.gradient_accumulation_steps()
+    if (done := engine.micro_steps % whole) and engine.global_rank == 0:
+        _LOG.warning(
+            "saved after %d of the %d micro-batches of an optimizer step: DeepSpeed does not save accumulated "
+            "gradients, so a resume from here has lost these; save where engine.micro_steps %% %d == 0",
+            done, whole, whole,
+        )  # fmt: skip
+
+
 def _read(engine: Any, directory: str, name: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse_other_stage(engine, os.path.join(directory, options.get("tag") or _newest(directory)), name, options)
     path, client_state = engine.load_checkpoint(directory, **options)
     if path is None:
         raise CheckpointError(
@@ -134,3 +153,31 @@ def _read(engine: Any, directory: str, name: Any, options: Mapping[str, Any]) ->
             "engine.save_checkpoint write it; its own log says what is missing"
         )
     return dict(client_state or {})
+
+
+def _newest(directory: str) -> str:
+    try:
+        with open(os.path.join(directory, "latest"), encoding="utf-8") as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return TAG
+
+
+def _refuse_other_stage(engine: Any, folder: str, name: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed would answer with a bare assertion, or an error from its insides."""
+    cut = glob.glob(os.path.join(glob.escape(folder), "zero_pp_rank_*_model_states.pt"))
+    moments = glob.glob(os.path.join(glob.escape(folder), "*zero_pp_rank_*_optim_states.pt"))
+    if not os.path.isdir(folder) or engine.load_universal_checkpoint():
+        return
+    stage, saved = engine.zero_optimization_stage(), "3" if cut else "1 or 2" if moments else "0"
+    fits = (stage == 3) == bool(cut)
+    if options.get("load_optimizer_states", True) and not options.get("load_module_only"):
+        # In bfloat16 there may be such files of stage 0, too.
+        plain = [one for one in moments if not os.path.basename(one).startswith("bf16_")]
+        fits = fits and bool(moments if stage else not plain)
+    if not fits:
+        raise CheckpointError(
+            f"{name} was saved with ZeRO stage {saved}, and this engine has stage {stage}, which DeepSpeed does not "
+            "load: take the stage of the save, or convert it first (ds_to_universal of DeepSpeed, or holdfast import "
+            "for the weights alone)"
+        )

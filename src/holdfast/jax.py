@@ -1,8 +1,7 @@
 """JAX: a pytree of arrays as one value of a state.
 
 `Pytree` goes wherever a state goes: `holdfast.save`, `save_async`, `Checkpointer`, ``report(state=...)``. Arrays on the
-CPU are not copied on their way to the writer; bfloat16 and the float8 types are stored as what they are, so torch reads
-them too.
+CPU are not copied on their way to the writer; bfloat16 and the float8 types are stored as such, which torch reads too.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from .state.tree.arrays import array_of, tensor_of
 __all__ = ["Pytree", "load"]
 
 _LOG = get_logger("jax")
-_PURPOSE = "holdfast.jax"
 _USUAL_KEY = "threefry2x32"
+_NUMBERS = (bool, int, float, complex)
 
 
 class Pytree:
@@ -33,8 +32,8 @@ class Pytree:
 
     JAX's arrays never change, so a load makes new ones: read `value` afterwards. They have the sharding (and so the
     devices), the dtype and the weak type of those they replace; a cast that may lose something is logged. Every leaf
-    is an array, a NumPy array, a key of `jax.random`, or plain data. With several processes each of them has a whole
-    copy of every array.
+    is an array, a NumPy array, a key of `jax.random`, or plain data; a number becomes an array where one was stored.
+    With several processes each of them has a whole copy of every array.
 
     Args:
         value: dicts, lists, tuples, dataclasses... of arrays, as in ``{"params": params, "opt": optimizer_state}``.
@@ -51,7 +50,7 @@ class Pytree:
     """
 
     def __init__(self, value: Any) -> None:
-        self._jax = require("jax", extra="jax", purpose=_PURPOSE)
+        self._jax = require("jax", extra="jax", purpose="holdfast.jax")
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,11 +82,13 @@ class Pytree:
             have, want = _shape(stored), _shape(own)
             if isinstance(own, dict) and not isinstance(stored, Mapping) and have == _shape(own["data"]):
                 continue  # of an early version, or of bare key data: nobody knows for which implementation
+            if "()" in (have, want) and isinstance(own if have == "()" else stored, _NUMBERS):
+                continue  # a count that begins as 0 is an array from the first jitted step on
             if name in saved and have != want:
                 problems.append(f"{name}: {have or 'no array'} stored, {want or 'no array'} in the pytree")
         if problems:
-            shown = "; ".join(sorted(problems)[:20])
-            raise StateMismatchError(f"{len(problems)} leaves of the pytree do not fit the checkpoint: {shown}")
+            what = f"{len(problems)} leaves of the pytree do not fit the checkpoint: "
+            raise StateMismatchError(what + "; ".join(sorted(problems)[:20]))
         self._say_what_is_cast(live, saved)
         made = [self._made(leaf, saved[name]) for name, leaf in live.items()]
         self.value = self._jax.tree_util.tree_unflatten(self._jax.tree_util.tree_structure(self.value), made)
@@ -96,7 +97,7 @@ class Pytree:
         cast = []
         for name, leaf in live.items():
             stored = saved[name]
-            if not isinstance(stored, (torch.Tensor, np.ndarray)) or self._is_key(leaf):
+            if not isinstance(stored, (torch.Tensor, np.ndarray)) or isinstance(leaf, _NUMBERS) or self._is_key(leaf):
                 continue
             have = array_of(stored).dtype if isinstance(stored, torch.Tensor) else stored.dtype
             if not np.can_cast(have, leaf.dtype, "safe"):
@@ -104,14 +105,13 @@ class Pytree:
         if cast:
             _LOG.warning(
                 "%d leaves are cast to what the pytree has, which may lose some of what the checkpoint has: %s; if "
-                "that is not meant, give arrays of the stored dtype (jax.config.update('jax_enable_x64', True) for 64 "
-                "bits)",
+                "that is not meant, give them the stored dtype (64 bits: jax.config.update('jax_enable_x64', True))",
                 len(cast), "; ".join(cast[:20]),
             )  # fmt: skip
 
     def _leaves(self) -> list[tuple[str, Any]]:
         tree_util = self._jax.tree_util
-        rows, _ = tree_util.tree_flatten_with_path(self.value)
+        rows = tree_util.tree_flatten_with_path(self.value)[0]
         return [(tree_util.keystr(path, simple=True, separator="/") or "value", leaf) for path, leaf in rows]
 
     def _is_key(self, leaf: Any) -> bool:
@@ -135,8 +135,12 @@ class Pytree:
         return tensor_of(leaf)
 
     def _made(self, leaf: Any, stored: Any) -> Any:
+        if isinstance(leaf, _NUMBERS) and isinstance(stored, torch.Tensor):
+            made, weak = self._jax.numpy.asarray(array_of(stored)), self._jax.numpy.asarray(stored.item())
+            return weak if made.dtype == weak.dtype else made  # it yields to other dtypes, as the number would have
         if not isinstance(leaf, (self._jax.Array, self._jax.ShapeDtypeStruct, np.ndarray)):
             return stored
+        stored = np.asarray(stored) if isinstance(stored, _NUMBERS) else stored
         stored = stored["data"] if isinstance(stored, Mapping) else stored
         array = array_of(stored) if isinstance(stored, torch.Tensor) else stored
         if isinstance(leaf, np.ndarray):

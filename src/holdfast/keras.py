@@ -18,7 +18,7 @@ from .checkpointer.checkpointer import Checkpointer
 from .config import Keep
 from .errors import ConfigError
 from .frameworks.keepers import verified_directory
-from .frameworks.keras_state import Counters, FitRun, Variables, other_optimizers
+from .frameworks.keras_state import Counters, FitRun, Variables, other_optimizers, surroundings
 from .frameworks.reporting import epochs_between, reporting, scalars
 from .trainers.function.worker.session import get_context, report
 
@@ -81,7 +81,8 @@ class HoldfastCallback(_Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: Logs = None) -> None:  # noqa: D102
         arguments = _in_calls(self._arguments, int(self.model.steps_per_execution))
         self._run = FitRun(lambda: self.model, self._counters, arguments)
-        self._run.begin(self.params)
+        beside, source = surroundings(self)
+        self._run.begin(self.params, beside=beside, source=source)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: D102
         self._run.enter_epoch(epoch)
@@ -170,10 +171,10 @@ def state(model: Any) -> dict[str, Any]:
 
     Other optimizers that the model has as attributes are "optimizer.NAME".
     """
-    found = {"model": Variables("model", lambda: model.variables)}
+    found = {"model": (weights := Variables("model", lambda: model.variables))}
     if getattr(model, "optimizer", None) is not None:
         model.optimizer.build(model.trainable_variables)
-        found["optimizer"] = Variables("optimizer", lambda: model.optimizer.variables)
+        found["optimizer"] = Variables("optimizer", lambda: model.optimizer.variables, trains=weights)
         found |= other_optimizers(model)
     return found
 

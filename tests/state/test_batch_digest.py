@@ -14,6 +14,21 @@ import torch
 
 from holdfast.state.data.digest import NOT_READ, batch_digest, indices_digest
 
+
+class _ArrayOfAnother:
+    """An array of JAX or TensorFlow, as others see it."""
+
+    def __init__(self, value: float, device: int = 1) -> None:
+        self._value, self._device = value, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        assert self._device == 1, "it lies on an accelerator"
+        return np.full(3, self._value)
+
+
 PAIRS: list[tuple[Any, Any]] = [
     (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])),
     (torch.zeros(2, 3), torch.zeros(3, 2)),
@@ -26,6 +41,7 @@ PAIRS: list[tuple[Any, Any]] = [
     (np.arange(3), np.arange(1, 4)),
     (np.array(["a", "b"]), np.array(["a", "c"])),
     (np.array([{"a": 1}], dtype=object), np.array([{"a": 2}], dtype=object)),
+    (_ArrayOfAnother(1.0), _ArrayOfAnother(2.0)),
     (["a", "bc"], ["ab", "c"]),
     ([1, 2.0], [1, 3.0]),
     ([1, 2], ["1", "2"]),
@@ -65,8 +81,8 @@ class _Hostile:
 @pytest.mark.parametrize(
     "batch",
     [torch.ones(2, device="meta"), [torch.ones(2), torch.ones(2, device="meta")], torch.eye(2).to_sparse(), object(),
-     lambda: 0, _Hostile(), SimpleNamespace(when=1.0)],
-    ids=["meta", "mixed", "sparse", "object", "function", "hostile", "no tensor"],
+     lambda: 0, _Hostile(), SimpleNamespace(when=1.0), _ArrayOfAnother(1.0, device=2)],
+    ids=["meta", "mixed", "sparse", "object", "function", "hostile", "no tensor", "accelerator"],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_not_read(batch: Any) -> None:
     """A device is not asked, an address or a time of an object is not taken for its value, errors stay inside."""

@@ -7,12 +7,15 @@ backend, and a checkpoint of one backend loads on another.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -27,16 +30,19 @@ from holdfast.state.tree.values import PerRank
 from .reporting import scalars
 
 _LOG = get_logger("keras")
+_passed: WeakSet[Any] = WeakSet()  # datasets of tf.data that a fit of this process had: it has begun their passes
 _open: dict[str, FitRun] = {}  # one that an exception has left stays here: nobody else could end it
 
 _OPTIMIZER = ("variables", "apply", "iterations")
 _LAYER = ("trainable_variables", "call")
 _MANY = 1000  # a longer list is data, and to look at each would take long
 _GENERATOR = "global_seed_generator"
+_DATA_END = ("StopIteration", "OutOfRangeError")  # of TensorFlow
 # Keras turns the sign of the argument min_delta round when it learns whether less is better; params are those of a fit.
 _NOT_COUNTED = ("min_delta", "params")
 _SCALARS = (type(None), bool, int, float, str, np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_UNCOUNTED = {"BackupAndRestore", "CSVLogger", "History", "ProgbarLogger", "RemoteMonitor", "TensorBoard"}
 _SMALL = 1 << 20  # elements of a variable of which a copy is no burden
 
 
@@ -51,6 +57,7 @@ class Variables:
         find: gives the variables, always in the same order.
         later: whether `load_state_dict` waits for `apply`.
         build: makes the variables where some were stored, if they are not there before training.
+        trains: the variables of the model, of an optimizer whose own are called after them.
     """
 
     def __init__(
@@ -60,9 +67,11 @@ class Variables:
         *,
         later: bool = False,
         build: Callable[[], None] | None = None,
+        trains: Variables | None = None,
     ) -> None:
-        self._what, self.find, self._later, self._build = what, find, later, build
+        self._what, self.find, self._later, self._build, self._trains = what, find, later, build, trains
         self._waiting: Mapping[str, torch.Tensor] | None = None
+        self._has_stored_names = False
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return tensors over the memory of the variables where the backend allows it."""
@@ -97,8 +106,9 @@ class Variables:
         if saved and self._build is not None:
             self._build()
         live = dict(zip(self.state_dict(), self.find(), strict=True))
-        if live.keys() != saved.keys() and len(live) == len(saved):
-            saved = dict(zip(live, saved.values(), strict=True))
+        self._has_stored_names = live.keys() == saved.keys()
+        if len(live) == len(saved) and not self._trains_others(live, saved):
+            saved = saved if self._has_stored_names else dict(zip(live, saved.values(), strict=True))
         problems = [f"missing: {name}" for name in live.keys() - saved.keys()]
         problems += [f"unexpected: {name}" for name in saved.keys() - live.keys()]
         for name, variable in live.items():
@@ -111,6 +121,12 @@ class Variables:
         for name, variable in live.items():
             on_torch = isinstance(variable.value, torch.Tensor)
             variable.assign(saved[name] if on_torch else array_of(saved[name]))
+
+    def _trains_others(self, live: Iterable[str], saved: Iterable[str]) -> bool:
+        """Tell whether an optimizer has come to train other variables of a model that has its stored names."""
+        if self._trains is None or not self._trains._has_stored_names:
+            return False  # Keras may have numbered the layers anew
+        return {name.rpartition("/")[2] for name in live} != {name.rpartition("/")[2] for name in saved}
 
 
 def other_optimizers(model: Any) -> dict[str, Variables]:
@@ -327,6 +343,20 @@ class Counters:
                 "epoch is not in the checkpoint of that epoch now", ", ".join(behind),
             )  # fmt: skip
 
+    def without(self, callbacks: Iterable[Any]) -> Counters:
+        """Return the counters of those that are not among these."""
+        known = [id(one) for one in self._callbacks.values()]
+        return Counters(one for one in callbacks if id(one) not in known and type(one).__name__ not in _UNCOUNTED)
+
+    def say_what_is_lost(self) -> None:
+        """Name what has been counted here, where nobody saves it; what begins with "_" says little to a reader."""
+        counts = {name: sorted(key for key in found if key[0] != "_") for name, found in self.state_dict().items()}
+        if named := [f"{name} ({', '.join(keys)})" for name, keys in counts.items() if keys]:
+            _LOG.warning(
+                "%s: what these callbacks count is not saved, so after a resume they begin anew: give them to "
+                "HoldfastCallback(callbacks=[...]) as well", "; ".join(named),
+            )  # fmt: skip
+
     def forget(self) -> None:
         """Forget what was loaded: from now on it is the callbacks that count."""
         self._loaded = {}
@@ -424,6 +454,36 @@ def _keras_state() -> Any:
     return global_state
 
 
+# -- what Keras does not tell a callback
+
+
+def surroundings(callback: Any) -> tuple[list[Any], Any]:
+    """Return the other callbacks of the fit that is calling one, and what it draws batches with (None if unknown)."""
+    others: list[Any] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        here = frame.f_locals
+        listed = getattr(here.get("self"), "callbacks", None)
+        if isinstance(listed, list) and any(one is callback for one in listed):
+            others = [one for one in listed if one is not callback]
+        if "epoch_iterator" in here:
+            return others, here["epoch_iterator"]
+        frame = frame.f_back
+    return others, None
+
+
+def _begin_passes(source: Any, passes: int) -> None:
+    """Begin passes over a `tf.data.Dataset` as earlier epochs did: the order of each depends on how many were before.
+
+    With TensorFlow as backend Keras begins another one at the end of an epoch, and leaves it.
+    """
+    eager, whole = type(source).__name__ == "TFEpochIterator", source._num_batches
+    if eager and not source.steps_per_epoch:
+        passes = 2 * passes if whole else max(2 * passes - 1, 0)  # how many batches there are it may learn at the end
+    for _ in range(passes):
+        iter(source._get_iterator() if eager else source.data_adapter.get_tf_dataset())
+
+
 class FitRun:
     """Saves and resumes one ``fit``.
 
@@ -438,21 +498,25 @@ class FitRun:
 
     def __init__(self, model: Callable[[], Any], counters: Counters, arguments: Mapping[str, Any]) -> None:
         self._model, self._counters = model, counters
+        self._bare = model()  # for what is asked at every batch: to bring it up to date takes time
         self._position = Position(int(model().steps_per_execution))
         self._metrics = Variables("metrics", lambda: model().metrics_variables, later=True)
         self._skip: _Skip | None = None
         self._fresh = True  # nothing was trained since the resume
         self._main = main = getattr(model(), "optimizer", None)
-        optimizers = {} if main is None else {"optimizer": Variables("optimizer", lambda: main.variables)}
+        weights, optimizers = Variables("model", lambda: model().variables), {}
+        if main is not None:
+            optimizers["optimizer"] = Variables("optimizer", lambda: main.variables, trains=weights)
         optimizers |= other_optimizers(model())
         self._trained = bool(optimizers)
-        self._items = {"model": Variables("model", lambda: model().variables), **optimizers}
+        self._items = {"model": weights, **optimizers}
         if recurrent(model()):
             self._items["recurrent"] = Variables("recurrent layers", lambda: recurrent(model()))
             missing = arguments.get("allow_missing", ())  # checkpoints of earlier versions lack it
             allowed = ["recurrent", *([missing] if isinstance(missing, str) else missing)]
             arguments = {**arguments, "allow_missing": allowed}
         self._kept: Kept | None = None
+        self._beside: Counters | None = None
         state: dict[str, Any] = {
             **self._items,
             "metrics": self._metrics,
@@ -464,11 +528,13 @@ class FitRun:
             raise ConfigError(f"state has {taken}: what HoldfastCallback saves itself has that name; take another")
         self.checkpointer = Checkpointer(**{**arguments, "state": {**state, **more}})
 
-    def begin(self, params: Mapping[str, Any]) -> None:
+    def begin(self, params: Mapping[str, Any], *, beside: Iterable[Any] = (), source: Any = None) -> None:
         """Resume, and tell Keras where to go on.
 
         Args:
             params: of Keras: one object for all callbacks of one ``fit``.
+            beside: the other callbacks.
+            source: what Keras draws batches with, if that is known.
         """
         model, ck, epochs = self._model(), self.checkpointer, int(params["epochs"])
         self._params = params
@@ -497,6 +563,37 @@ class FitRun:
         self._epochs: Iterator[int] = ck.epochs(epochs)
         next(self._epochs, None)
         self._count_up_to(self._position.epoch)  # it was saved between Keras's end of the epoch and ours
+        self._beside = self._counters.without(beside)
+        self._draw_earlier(source, resumed=ck.resumed_from is not None and model._initial_epoch < epochs)
+
+    def _draw_earlier(self, source: Any, *, resumed: bool) -> None:
+        """Bring the data to where they were, as far as earlier epochs decide it and Keras does not see to it."""
+        is_tf = type(getattr(source, "data_adapter", None)).__name__ == "TFDatasetAdapter"
+        is_known = is_tf and source.data_adapter.get_tf_dataset() in _passed
+        if is_tf:
+            _passed.add(source.data_adapter.get_tf_dataset())
+        if source is None or not resumed:
+            return
+        passes, seen, per_call = 0, 0, int(self._model().steps_per_execution)
+        per_epoch, whole = source.steps_per_epoch, source._num_batches
+        for _ in range(self._position.epoch - (self._first_epoch or 0)):
+            seen += math.ceil(per_epoch / per_call) * per_call if per_epoch else 0
+            if not per_epoch or (whole and seen >= whole):  # Keras begins a new pass with the next epoch
+                passes, seen = passes + 1, 0
+        if is_tf and not is_known:
+            _begin_passes(source, passes)
+        if not seen:
+            return
+        _LOG.warning(
+            "fit(steps_per_epoch=%d): drawing %d batches of earlier epochs again to get back to the position in the "
+            "data. That takes time, and is exact only if they come in the same order, not shuffled as a pass begins",
+            per_epoch, seen,
+        )  # fmt: skip
+        generators, batches = capture(), iter(source._get_iterator())
+        for _ in islice(batches, seen):
+            pass
+        source._current_iterator, source._steps_seen = batches, seen
+        restore(generators)
 
     def _count_up_to(self, epoch: int) -> None:
         while self.checkpointer.epoch < epoch and next(self._epochs, None) is not None:
@@ -532,7 +629,7 @@ class FitRun:
         """Count a call of the train function; saves when due."""
         if self._skip is not None and self._skip.left:
             self._skip.counted()
-            self._model().stop_training = False  # nobody had asked for it by then
+            self._bare.stop_training = False  # nobody had asked for it by then
             if not self._skip.left:
                 self._put_back()
                 self._kept = None
@@ -540,7 +637,7 @@ class FitRun:
             return
         self._skip = None
         metrics = scalars(logs)
-        self._position.count(metrics, stopping=bool(self._model().stop_training))
+        self._position.count(metrics, stopping=bool(self._bare.stop_training))
         with self._leaving():
             self.checkpointer.step(**metrics)
 
@@ -549,6 +646,9 @@ class FitRun:
         if self._skip is not None:
             self._skip.end()
             self._skip = None
+        if self._beside is not None:
+            self._beside.say_what_is_lost()
+            self._beside = None
         self._position.leave(stopped=bool(self._model().stop_training))
         with self._leaving():
             self.checkpointer.report(**scalars(logs))
@@ -614,7 +714,12 @@ class _Skip:
         """Stand in for the train function."""
         if not self.left:
             self.end()
-            return self._train(*given)
+            try:
+                return self._train(*given)
+            except Exception as error:
+                if type(error).__name__ in _DATA_END:  # all were skipped, and Keras did not know how many there are
+                    object.__setattr__(self._model, "get_metrics_result", self._once)
+                raise
         batches = given[-1]
         if hasattr(batches, "__next__"):  # some backends draw them in the train function
             for _ in range(self._model.steps_per_execution):

@@ -117,6 +117,33 @@ def test_damage(stage_2: tuple[hf.Result, Any, Path], tmp_path: Path) -> None:
         holdfast.deepspeed.load(None, local)  # before it looks at the engine
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_stage(stage_2: tuple[hf.Result, Any, Path], stage: int) -> None:
+    """What DeepSpeed ends with a bare assertion or an error from its insides is refused with both stages."""
+    engine = SimpleNamespace(
+        zero_optimization_stage=lambda: stage, load_universal_checkpoint=lambda: False,
+        load_checkpoint=lambda directory, **_: (directory, {"step": 4}),
+    )  # fmt: skip
+    with pytest.raises(hf.CheckpointError, match=f"saved with ZeRO stage 1 or 2, and this engine has stage {stage}"):
+        holdfast.deepspeed.load(engine, stage_2[2])
+    if stage == 0:  # weights fit
+        assert holdfast.deepspeed.load(engine, stage_2[2], load_module_only=True) == {"step": 4}
+
+
+def test_gradients_that_are_accumulated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed does not save them: a save between two micro-batches of a step says so."""
+    engine = SimpleNamespace(
+        _is_gradient_accumulation_boundary=None, managed_gradient_accumulation=lambda: True, global_rank=0,
+        gradient_accumulation_steps=lambda: 3, micro_steps=6, save_checkpoint=lambda directory, **_: None,
+    )  # fmt: skip
+    with holdfast.deepspeed.Keeper(tmp_path / "run") as keeper:
+        keeper.save(engine, step=2)
+        assert caplog.messages == []
+        engine.micro_steps = 7
+        keeper.save(engine, step=3)
+    assert "after 1 of the 3 micro-batches" in caplog.text
+
+
 def test_what_the_import_refuses(stage_2: tuple[hf.Result, Any, Path], tmp_path: Path) -> None:
     """A rank's file that is missing, several model-parallel ranks, and a tag that leads out of the folder."""
     files = stage_2[2] / "deepspeed"

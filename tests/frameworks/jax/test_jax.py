@@ -149,6 +149,19 @@ def test_weak_types(tmp_path: Path) -> None:
         assert (jnp.ones(2, jnp.bfloat16) * made["scale"]).dtype == jnp.bfloat16
 
 
+def test_a_count_that_became_an_array(tmp_path: Path) -> None:
+    """A `TrainState` of Flax begins with `step=0`, which a jitted step makes an array: it comes back as one."""
+    step = jax.jit(lambda state: {name: value + 1 for name, value in state.items()})
+    after = step({"count": 0, "rate": 0.5})
+    hf.save(tmp_path / "a", {"train": Pytree(after)})
+    made = load(tmp_path / "a", {"count": 0, "rate": 0.5}, item="train")
+    assert equal(made, after)
+    assert [one.weak_type for one in made.values()] == [one.weak_type for one in after.values()] == [True, True]
+    hf.save(tmp_path / "b", {"train": Pytree({"count": 7, "rate": 0.5})})
+    back = load(tmp_path / "b", after, item="train")
+    assert equal(back, {"count": jnp.asarray(7), "rate": jnp.asarray(0.5)})
+
+
 def test_a_cast_that_loses_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Doubles that are loaded where JAX has no 64 bits are named; what loses nothing is not."""
     hf.save(tmp_path / "a", {"train": Pytree({"a": np.ones(3), "b": np.ones(2, np.float32), "k": jax.random.key(0)})})

@@ -55,8 +55,18 @@ def arrays(size: int = 40) -> tuple[Any, Any]:
 
 
 def source(kind: str) -> dict[str, Any]:
-    """What `fit` draws from: arrays that it shuffles, a DataLoader with random augmentation, or a PyDataset."""
+    """What `fit` draws from: arrays that it shuffles, a DataLoader with random augmentation, `tf.data`, or a PyDataset.
+
+    Of the generator, a pass of which spans two epochs, and of `tf.data` each pass is another one.
+    """
     x, y = arrays()
+    if kind == "tf.data":
+        import tensorflow as tf
+
+        return {"x": tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=3).batch(10)}
+    if kind == "generator":
+        batches = ((x[at : at + 5] + turn, y[at : at + 5]) for turn in range(9) for at in range(0, 40, 5))
+        return {"x": batches, "steps_per_epoch": 4}
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": 8, "validation_split": 0.2}
     if kind == "loader":

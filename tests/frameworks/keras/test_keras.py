@@ -43,9 +43,9 @@ def test_kill(server: ForkServer, whole: dict[str, Any], tmp_path: Path, every: 
     assert again["loss"] == whole["loss"][-len(again["loss"]) :]  # of whole epochs, skipped batches included
 
 
-@pytest.mark.parametrize("data", ["loader", "dataset"])
+@pytest.mark.parametrize("data", ["loader", "dataset", "generator"])
 def test_other_data(server: ForkServer, tmp_path: Path, data: str) -> None:
-    """A DataLoader with random augmentation and a PyDataset go on at the same sample, too."""
+    """A DataLoader with random augmentation, a PyDataset and a generator go on at the same sample, too."""
     alone = server.run(f"{CASES}fit", str(tmp_path / "alone"), data=data).checked()
     run = str(tmp_path / "run")
     assert server.run(f"{CASES}fit", run, data=data, every=3, stop=7).status == -signal.SIGKILL

@@ -68,6 +68,20 @@ def test_a_fit_that_is_done_has_nothing_left_to_do(every: int, tmp_path: Path) -
         assert ck.latest().step == 6
 
 
+def test_a_batch_that_is_not_saved_does_not_bring_the_model_up_to_date(tmp_path: Path) -> None:
+    """With JAX as backend that is an assignment for each variable."""
+    model, asked = make_model(), []
+    run = FitRun(lambda: asked.append(1) or model, Counters(()), {"path": tmp_path, "every": 2, "keep": None})
+    run.begin({"epochs": 1})
+    run.enter_epoch(0)
+    before = len(asked)
+    run.batch_done({"loss": 0.5})
+    assert len(asked) == before
+    run.batch_done({"loss": 0.5})
+    assert len(asked) > before
+    run.close(Killed())
+
+
 class Rates:
     """A callback as people write them: a smaller rate with each epoch and each batch, and what it has seen."""
 
@@ -194,3 +208,190 @@ def test_a_callback_behind_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
     Counters([first, second]).look(params)
     assert "Rates-1: give it to fit() before HoldfastCallback" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "moment", "fits"),
+    [
+        ("a/kernel", "adam_1/a_kernel_momentum", True),  # the second Adam of a process
+        ("a_1/kernel", "adam/a_1_kernel_momentum", True),  # the second model of a process
+        ("a/kernel", "adam/b_kernel_momentum", False),  # another layer is frozen now
+    ],
+)
+def test_moments_of_other_variables(kernel: str, moment: str, fits: bool, tmp_path: Path) -> None:
+    """Variables come back in their order where Keras has numbered anew, not where the optimizer trains others."""
+
+    def begin(kernel: str, moment: str) -> FitRun:
+        model = make_model()
+        model.variables, model.optimizer.variables = [Variable(kernel), Variable("b/kernel")], [Variable(moment)]
+        run = FitRun(lambda: model, Counters(()), {"path": tmp_path, "every": "1ep", "keep": None})
+        run.begin({"epochs": 1})
+        return run
+
+    run = begin("a/kernel", "adam/a_kernel_momentum")
+    run.enter_epoch(0)
+    run.batch_done({"loss": 0.5})
+    run.leave_epoch({"loss": 0.5})
+    run.end()
+    if fits:
+        begin(kernel, moment).end()
+        return
+    with pytest.raises(hf.StateMismatchError, match="missing: adam/b_kernel_momentum; unexpected: adam/a_kernel"):
+        begin(kernel, moment)
+
+
+class Batches:
+    """What Keras draws batches with in ``fit(steps_per_epoch=4)``: a pass spans epochs."""
+
+    def __init__(self, whole: int | None) -> None:
+        self.steps_per_epoch, self._num_batches, self.data_adapter = 4, whole, None
+        self._current_iterator: Any = None
+        self._steps_seen = 0
+
+    def _get_iterator(self) -> Any:
+        np.random.rand()
+        return iter(range(self._num_batches or 99))
+
+    def epoch(self) -> list[int]:
+        """As Keras goes through an epoch."""
+        found = []
+        if self._current_iterator is None:
+            self._current_iterator, self._steps_seen = self._get_iterator(), 0
+        for _ in range(self.steps_per_epoch):
+            if self._num_batches and self._steps_seen >= self._num_batches:
+                break
+            self._steps_seen += 1
+            found.append(next(self._current_iterator))
+        if self._num_batches and self._steps_seen >= self._num_batches:
+            self._current_iterator, self._steps_seen = self._get_iterator(), 0
+        return found
+
+
+@pytest.mark.parametrize("whole", [None, 6, 8, 4])
+def test_a_pass_over_the_data_that_spans_epochs(
+    whole: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `steps_per_epoch` a resume goes on where the pass is, says so, and leaves the generators as they were."""
+    np.random.seed(0)
+    alone = Batches(whole)
+    drawn = [alone.epoch() for _ in range(5)]
+    found = []
+    for epoch in range(5):  # a life for each
+        model, source = make_model(), Batches(whole)
+        run = FitRun(lambda model=model: model, Counters(()), {"path": tmp_path, "every": "1ep", "keep": None})
+        run.begin({"epochs": epoch + 1}, source=source)
+        run.enter_epoch(epoch)
+        found.append(source.epoch())
+        for _ in found[-1]:
+            run.batch_done({"loss": 0.5})
+        run.leave_epoch({"loss": 0.5})
+        run.end()
+    assert found == drawn
+    assert ("drawing 4 batches of earlier epochs" in caplog.text) == (whole != 4)
+
+
+def test_callbacks_that_count_and_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are named at the end of the first epoch, once, with what they count; those of `callbacks=` are not."""
+    model, saved, lost = make_model(), Rates(), Rates()
+    model.optimizer.variables.append(Variable("optimizer/rate"))
+    run = FitRun(lambda: model, Counters([saved]), {"path": tmp_path, "every": "1ep", "keep": None})
+    run.begin({"epochs": 2}, beside=[saved, lost, SimpleNamespace(on_epoch_end=None, idle=1)])
+    for epoch in range(2):
+        run.enter_epoch(epoch)
+        for callback in (saved, lost):
+            callback.on_train_batch_end(model)
+        run.batch_done({"loss": 0.5})
+        run.leave_epoch({"loss": 0.5})
+    run.end()
+    assert caplog.text.count("Rates (batches, ends, rows): what these callbacks count is not saved") == 1
+    assert "idle" not in caplog.text
+
+
+def test_an_epoch_of_which_nothing_is_left(tmp_path: Path) -> None:
+    """Where Keras learns only from the data that an epoch is over, its metrics are those of the batches skipped."""
+
+    class Model(SimpleNamespace):
+        def get_metrics_result(self) -> dict[str, float]:
+            return {"loss": 0.0}
+
+    def life(*, dies: bool) -> Any:
+        model, batches = Model(**vars(make_model())), iter(range(3))
+        model._initial_epoch = None
+        model.train_function = lambda batches: {"loss": float(next(batches))}
+        run = FitRun(lambda: model, Counters(()), {"path": tmp_path, "every": 1, "keep": None})
+        run.begin({"epochs": 1})
+        run.enter_epoch(0)
+        try:
+            while True:
+                run.batch_done(model.train_function(batches))
+        except StopIteration:
+            pass
+        if dies:
+            return run.close(Killed())
+        logs = model.get_metrics_result()
+        run.leave_epoch(logs)
+        run.end()
+        return logs, model.get_metrics_result()
+
+    life(dies=True)
+    assert life(dies=False) == ({"loss": 2.0}, {"loss": 0.0})
+
+
+class Shuffled:
+    """A `tf.data.Dataset`: the order of a pass depends on how many were begun before."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        return iter(range(6))
+
+
+class TFDatasetAdapter:
+    def __init__(self, dataset: Shuffled) -> None:
+        self.dataset = dataset
+
+    def get_tf_dataset(self) -> Shuffled:
+        return self.dataset
+
+
+class TFEpochIterator:
+    """What Keras draws batches with where TensorFlow is the backend."""
+
+    def __init__(self, dataset: Shuffled, steps_per_epoch: int | None, whole: int | None) -> None:
+        self.steps_per_epoch, self._num_batches, self.data_adapter = steps_per_epoch, whole, TFDatasetAdapter(dataset)
+        self._get_iterator = self.data_adapter.get_tf_dataset
+
+
+class JAXEpochIterator(TFEpochIterator):
+    """The same with JAX: a pass begins when its first batch is drawn."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps_per_epoch", "whole", "begun"),
+    [
+        (TFEpochIterator, None, 6, 4),  # Keras begins another pass at the end of each epoch, and leaves it
+        (TFEpochIterator, None, None, 3),  # not in the first epoch, where the number of batches is not known
+        (TFEpochIterator, 3, 6, 1),  # two epochs were one pass
+        (JAXEpochIterator, None, 6, 2),
+    ],
+)
+def test_passes_that_earlier_epochs_have_begun(
+    kind: type[TFEpochIterator], steps_per_epoch: int | None, whole: int | None, begun: int, tmp_path: Path
+) -> None:
+    """A dataset that shuffles anew for each pass is as far as it was; one that this process has had is so already."""
+    dataset = Shuffled()
+    half = 1 if steps_per_epoch else 0  # the third life begins the pass again of which it has but the second half
+    for epochs, found in ((2, 0), (3, begun), (4, begun + half)):
+        model = make_model()
+        run = FitRun(lambda model=model: model, Counters(()), {"path": tmp_path, "every": "1ep", "keep": None})
+        if epochs == 3:  # a new process has a new one
+            dataset = Shuffled()
+        run.begin({"epochs": epochs}, source=kind(dataset, steps_per_epoch, whole))
+        assert dataset.begun == found
+        for epoch in range(model._initial_epoch, epochs):
+            run.enter_epoch(epoch)
+            run.batch_done({"loss": 0.5})
+            run.leave_epoch({"loss": 0.5})
+        run.end()

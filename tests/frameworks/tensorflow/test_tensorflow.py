@@ -40,6 +40,18 @@ def test_kill(server: ForkServer, tmp_path: Path, every: Any, stop: int, found: 
     assert again["digest"] == alone["digest"]
 
 
+@pytest.mark.parametrize(("every", "stop"), [("1ep", 10), (3, 8)])
+@pytest.mark.parametrize("data", ["tf.data", "generator"])
+def test_data_that_go_on_from_epoch_to_epoch(
+    server: ForkServer, tmp_path: Path, data: str, every: Any, stop: int
+) -> None:
+    """Killed in the third epoch or the second, a run over data whose epochs differ ends with the same bits."""
+    alone = server.run(f"{CASES}fit", str(tmp_path / "alone"), data=data).checked()
+    run = str(tmp_path / "run")
+    assert server.run(f"{CASES}fit", run, data=data, every=every, stop=stop).status == -signal.SIGKILL
+    assert server.run(f"{CASES}fit", run, data=data, every=every).checked()["digest"] == alone["digest"]
+
+
 def test_sigterm_and_best(server: ForkServer, tmp_path: Path) -> None:
     """SIGTERM saves the batch it met; the best by val_loss stays beside the newest."""
     run = str(tmp_path / "run")

@@ -21,6 +21,7 @@ _MOST = 1 << 18  # bytes of a tensor that are read whole: 50 microseconds are no
 _BLOCK, _NUM_BLOCKS = 4096, 32
 _NUM_ITEMS = 256  # of a long list
 _DEPTH = 12
+_ON_CPU = 1  # kDLCPU of DLPack
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -81,6 +82,10 @@ def _add(hasher: Any, value: Any, depth: int) -> None:
     elif isinstance(value, Set):
         for digest in sorted(batch_digest(item) for item in value):
             hasher.update(digest.to_bytes(8, "little"))
+    elif hasattr(value, "__array__") and hasattr(value, "__dlpack_device__"):  # of JAX, TensorFlow and others
+        if value.__dlpack_device__()[0] != _ON_CPU:
+            raise _NotReadError
+        _add_array(hasher, np.asarray(value), depth)
     else:
         _add_object(hasher, value, depth)
 
