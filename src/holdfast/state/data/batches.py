@@ -38,6 +38,7 @@ _END = object()
 # Data sets that this process has seen a pass of.
 _drawn_here: weakref.WeakSet[Any] = weakref.WeakSet()
 _NUM_PREFIXES = 4096
+_SHARED_COUNT = "next_epoch"  # of a data set of mosaicml-streaming, in memory that its workers share
 # Remarks about data that this process has made, in the log or at the start of a run; each is made once.
 said: set[str] = set()
 
@@ -361,19 +362,24 @@ class ResumableBatches:
                 # The state of a finished epoch: samplers go on from it to the next order. Reseeded, the iterator of
                 # this epoch draws the same numbers as ever.
                 stated.resume(loader, self._carried["loader"])
-                stated.end_epoch(loader)
+                stated.end_epoch(loader, self._carried["loader"])
                 self._stream.reseed()
             if begun is None and self._live is None:
                 stated.forget_start(loader)
-            iterator = stated.rest_of(loader) if begun is not None and is_believed else iter(loader)
+            iterator = None
+            if begun is not None and is_believed:
+                iterator = stated.rest_of(loader, samples=self._samples // self._world_size)
+                is_believed = iterator is not None
+            iterator = iter(loader) if iterator is None else iterator
             if not is_believed:
-                self._leave_out(iterator, "has a state that counts other batches than this run was given")
+                with stated.beginning(loader, seed=mix(seed, 0)):
+                    self._leave_out(iterator, "has a state that counts other batches than this run was given")
         if begun is not None and is_believed:
             self._check_taken(loader)
         if self._seed_samples and begun is not None and begun["rng"] is not None:
             self._stream.load_state_dict(begun["rng"])
         self._live = loader
-        yield from self._draw(iterator)
+        yield from self._draw(iterator, first=stated.beginning(loader, seed=mix(seed, self._batches)))
         self._inner, self._live = self._inner_state(), None
         _ended[loader] = self._epoch
 
@@ -454,10 +460,11 @@ class ResumableBatches:
         return itertools.chain([] if first is _END else [first], iterator)
 
     def _counter(self) -> Any:
-        """Return what may count its own passes, in this process and unknown to anybody: a data set without a state."""
+        """Return what may count its own passes, in this process and unknown to anybody: no state of it is asked for."""
         owner = getattr(self._loader, "dataset", self._loader)
-        is_away = bool(_batch_option(self._loader, "num_workers"))
-        return None if self.kind == "map" or is_away or hasattr(owner, "state_dict") else owner
+        is_away = bool(_batch_option(self._loader, "num_workers")) and not hasattr(owner, _SHARED_COUNT)
+        is_asked = self.kind == "stateful" and hasattr(owner, "state_dict")
+        return None if self.kind == "map" or is_away or is_asked else owner
 
     def _compare_passes(self) -> None:
         if self._is_same_world and (differ := self._passes.begin()):
@@ -465,7 +472,7 @@ class ResumableBatches:
             self._warn(
                 f"epoch {self._epoch}: {name} counts its own passes, and has begun anew: {differ}. If its order "
                 "depends on that, it is not the one of an uninterrupted run: set it from ck.epoch before each epoch, "
-                "or give the data set a state_dict"
+                "give the data set a state_dict, or take the loader of its library that has one (StreamingDataLoader)"
             )
 
     def _leave_out(self, iterator: Iterator[Any], why: str) -> None:
@@ -485,11 +492,12 @@ class ResumableBatches:
             if self._replayed is not None:
                 self._replayed(drawn, batch)
 
-    def _draw(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _draw(self, iterator: Iterator[Any], *, first: Any = None) -> Iterator[Any]:
         stream = self._stream if self._seed_samples else contextlib.nullcontext()
         while True:
-            with stream:
+            with stream, first or contextlib.nullcontext():
                 batch = next(iterator, _END)
+            first = None
             if batch is _END:
                 break
             self._samples += batch_length(batch) * self._world_size
@@ -758,7 +766,8 @@ class PassCounts:
         }
 
     def _numbers(self) -> dict[str, int]:
-        held = getattr(self.owner, "__dict__", {})
+        held = dict(getattr(self.owner, "__dict__", {}))
+        held[_SHARED_COUNT] = getattr(self.owner, _SHARED_COUNT, None)
         return {name: value for name, value in held.items() if type(value) is int}
 
     def _is_known(self) -> bool:

@@ -1,9 +1,9 @@
 """Loaders that keep their own position: torchdata's, node pipelines, and loaders over streams of `datasets`.
 
 `StatedPosition` is what such a state says of itself. `repeatable` lets torchdata's loaders draw the same samples in
-every process. `rest_of` and `end_epoch` are for node pipelines, whose loader otherwise takes the end of an epoch for
-the begin of the next one. `forget_start` lets the next epoch of a stream begin at its begin, and `whole_state` is a
-state of a stream that holds for all of its workers.
+every process. `rest_of` and `end_epoch` are for loaders that otherwise take the end of an epoch for the begin of the
+next one (node pipelines, litdata's), or the next one for an end (MosaicML's). `forget_start` lets the next epoch of a
+stream begin at its begin, and `whole_state` is a state of a stream that holds for all of its workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from .seeding import SampleKey, SampleKeys, Stream, generators_of, index_id, mix, seeded_collate, seeded_dataset
 
@@ -80,17 +80,35 @@ def resume(loader: Any, state: Any) -> None:
         _resumed.add(loader)
 
 
-def rest_of(loader: Any) -> Iterator[Any]:
-    """Iterate over what is left of the epoch that a loader was resumed in, if only its end."""
+def rest_of(loader: Any, *, samples: int) -> Iterator[Any] | None:
+    """Iterate over what is left of the epoch that a loader was resumed in, if only its end.
+
+    Args:
+        loader: any loader.
+        samples: that this rank was given in the epoch.
+
+    Returns:
+        None if the loader cannot find the place: it begins the epoch anew when it is iterated.
+    """
+    if _is_litdatas(loader) and not (loader.restore and not getattr(loader.dataset, "_iterate_over_all", False)):
+        # It takes a state of a whole epoch's samples for the begin of the next one, and counts each batch as full.
+        # Data sets that it combines until all have ended resume right once, and wrongly in every later life.
+        loader.restore = False
+        if samples >= len(loader.dataset):
+            return iter(())
+        loader.current_epoch -= 1
+        return None
+    rest: Iterator[Any]
     if not _is_of_nodes(loader):
-        return iter(loader)
+        rest = iter(loader)
+        return rest
     # It begins anew where its state is at an end, and draws a batch to find out. Whoever asked for its state before it
     # was resumed made an iterator, which it would go on with.
     begins_anew, loader.restart_on_stop_iteration, loader._iter_for_state_dict = (
         loader.restart_on_stop_iteration, False, False,
     )  # fmt: skip
     try:
-        rest: Iterator[Any] = iter(loader)
+        rest = iter(loader)
     finally:
         loader.restart_on_stop_iteration = begins_anew
     # Nodes count an epoch if something was asked of them in it, which they do not know after a resume.
@@ -100,10 +118,12 @@ def rest_of(loader: Any) -> Iterator[Any]:
     return rest
 
 
-def end_epoch(loader: Any) -> None:
-    """Let a loader that was resumed at the end of an epoch begin the next one when it is iterated."""
+def end_epoch(loader: Any, state: Any) -> None:
+    """Let a loader that was resumed at the end of an epoch, from ``state``, begin the next one when it is iterated."""
     if _is_of_nodes(loader):
-        next(rest_of(loader), None)
+        next(rest_of(loader, samples=0) or iter(()), None)
+    elif _is_mosaics(loader) and isinstance(state, Mapping):  # its next pass would be the rest of that epoch: nothing
+        loader.load_state_dict({**state, "epoch": state["epoch"] + 1, "sample_in_epoch": 0})
     else:
         loader.state_dict()  # torchdata's loader makes the iterator of the old epoch here
 
@@ -249,6 +269,18 @@ def repeatable(loader: Any, *, seed: int, seeded: bool = True) -> Iterator[None]
         yield
 
 
+@contextlib.contextmanager
+def beginning(loader: Any, *, seed: int) -> Iterator[None]:
+    """Let a loader that begins its iterator when the first batch is asked for draw the seed of workers apart.
+
+    torch draws it from its global generator, which by then has the state that it had behind the batches before.
+    """
+    with contextlib.ExitStack() as undo:
+        if isinstance(loader, DataLoader) and not _is_torchdatas(loader) and loader.generator is None:
+            _put(undo, loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
+        yield
+
+
 def _put(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute until ``undo``; torch forbids to set some."""
     undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
@@ -342,16 +374,32 @@ def _nodes_within(root: Any) -> list[Any]:
 
 
 def _is_torchdatas(value: Any) -> bool:
-    return any(kind.__module__.startswith("torchdata.") for kind in type(value).__mro__)
+    return _is_of("torchdata.", value)
+
+
+def _is_litdatas(loader: Any) -> bool:
+    """Tell whether this is the loader of litdata (as of 0.2.76)."""
+    return hasattr(loader, "restore") and hasattr(loader, "current_epoch") and _is_of("litdata.", loader)
+
+
+def _is_mosaics(loader: Any) -> bool:
+    """Tell whether this is the loader of mosaicml-streaming (as of 0.13)."""
+    return hasattr(loader, "num_samples_yielded") and _is_of("streaming.", loader)
+
+
+def _is_of(package: str, value: Any) -> bool:
+    return any(kind.__module__.startswith(package) for kind in type(value).__mro__)
 
 
 def forget_start(loader: Any) -> None:
-    """Let the next pass over streams of `datasets` begin at their begin.
+    """Let the next pass over streams of `datasets`, and of litdata, begin at their begin.
 
     What their ``load_state_dict`` was given is where each later pass of the same number begins, too (as of 5.2):
     whoever calls no ``set_epoch`` would never see again what comes before it. Persistent workers hold streams of their
     own: they are started anew.
     """
+    if _is_litdatas(loader):
+        loader.restore = False  # left so where the epoch of a resume is left before its end
     streams = _streams_within(loader)
     for stream in streams:
         stream._starting_state_dict = None
@@ -376,16 +424,19 @@ def shuffle_buffer(loader: Any) -> int:
 
 
 def whole_state(loader: Any, state: Any, *, begun: Any) -> Any:
-    """Return a state of torchdata's loader over a stream of `datasets` that holds for each of its workers.
+    """Return a state of a loader over a stream of `datasets` or of litdata that holds for each of its workers.
 
-    A worker that has given no batch yet in this process says that it is at the begin of the stream, with generators
-    that are not those of a worker (as of 5.2). It is where it was resumed, or has yet to begin.
+    After a resume litdata's loader says that its data set is in the first epoch, if that is iterated in workers. In
+    torchdata's, a worker that has given no batch yet in this process says that it is at the begin of the stream, with
+    generators that are not those of a worker (as of 5.2). It is where it was resumed, or has yet to begin.
 
     Args:
         loader: any loader; states of others are returned as they are.
         state: what its ``state_dict`` returned.
         begun: the state that it was resumed from in this epoch; None: it has begun at its begin.
     """
+    if _is_litdatas(loader) and "current_epoch" in state["dataset"]:
+        return {**state, "dataset": {**state["dataset"], "current_epoch": state["current_epoch"]}}
     if not _is_torchdatas(loader) or not isinstance(state, Mapping):
         return state
     snapshot: Any = state.get("_snapshot")

@@ -1,0 +1,174 @@
+"""Loaders that find their place as those of litdata (0.2.76) and mosaicml-streaming (0.13) do: stand-ins for them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast.state.data.batches import ResumableBatches
+
+EPOCHS, N = 3, 43
+
+
+class Numbers(IterableDataset):
+    """All that is asked of the data set is its length."""
+
+    def __iter__(self):
+        raise AssertionError("its loader has them")
+
+    def __len__(self) -> int:
+        return N
+
+
+class Combined(Numbers):
+    """Several that are combined until all have ended: right after one resume, not after the second."""
+
+    _iterate_over_all = True
+
+
+class Litdatas(DataLoader):
+    """Counts each batch as full, and takes a state with all samples for the begin of the next epoch.
+
+    Two workers had 22 and 21 samples: a batch of 2 comes before the last one of 1.
+    """
+
+    SIZES = (10, 10, 10, 10, 2, 1)
+    __module__ = "litdata.streaming.dataloader"
+
+    def __init__(self, dataset: IterableDataset) -> None:
+        super().__init__(dataset, batch_size=None)
+        self.restore, self.current_epoch, self.given = False, 0, 0
+        self.worker_epoch = 1  # of the data set in this process, whose workers count on in theirs
+        self.num_resumes = 0
+
+    def __iter__(self):
+        if not self.restore:
+            self.given, self.num_resumes, self.worker_epoch = 0, 0, self.current_epoch + 1
+            self.current_epoch += 1
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as each of torch's iterators does
+        order = random.Random(self.worker_epoch).sample(range(N), N)
+        if self.num_resumes > 1 and hasattr(self.dataset, "_iterate_over_all"):
+            order.reverse()
+        for number in range(self.given // 10, len(self.SIZES)):
+            start = sum(self.SIZES[:number])
+            self.given += 10
+            yield order[start : start + self.SIZES[number]], torch.rand(1).item()
+        self.restore = False
+
+    def state_dict(self) -> dict:
+        epoch = 1 if self.restore else self.worker_epoch
+        counts = {"current_epoch": self.current_epoch, "given": self.given, "num_resumes": self.num_resumes}
+        return {**counts, "dataset": {"current_epoch": epoch}}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.current_epoch, self.given = state["current_epoch"], state["given"]
+        self.worker_epoch, self.num_resumes = state["dataset"]["current_epoch"], state["num_resumes"] + 1
+        self.restore = 0 < self.given < N
+
+
+class Mosaics(DataLoader):
+    """Takes a state with all samples for the rest of that epoch, also where the next one is asked for."""
+
+    __module__ = "streaming.base.dataloader"
+
+    def __init__(self, dataset: IterableDataset) -> None:
+        super().__init__(dataset, batch_size=None)
+        self.num_samples_yielded = self.following = 0
+        self.resumed: dict = {"epoch": -1}
+
+    def _begun(self, epoch: int) -> tuple[int, int]:
+        resumed = self.resumed
+        return (epoch, 0) if resumed["epoch"] < epoch else (resumed["epoch"], resumed["sample_in_epoch"])
+
+    def __iter__(self):
+        epoch, offset = self._begun(self.following)
+        self.following, self.num_samples_yielded = epoch + 1, 0
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        order = random.Random(epoch).sample(range(N), N)
+        for start in range(offset, N, 10):
+            batch = order[start : start + 10]
+            self.num_samples_yielded += len(batch)
+            yield batch, torch.rand(1).item()
+
+    def state_dict(self) -> dict:
+        epoch, offset = self._begun(self.following - 1)
+        return {"epoch": epoch, "sample_in_epoch": offset + self.num_samples_yielded}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.resumed = state
+
+
+def life(make, dataset, begun=None, stop=None):
+    """Train epochs in "another process" until a number of batches in all; return them and (epoch, position) then."""
+    loader, (epoch, position), drawn = make(dataset()), begun or (0, None), []
+    for at in range(epoch, EPOCHS):
+        batches = ResumableBatches(loader, position, seed=1, epoch=at)
+        iterator = iter(batches)
+        while len(drawn) != stop:
+            if (batch := next(iterator, None)) is None:
+                break
+            drawn.append((at, *batch))
+        position = batches.state_dict()
+        if len(drawn) == stop:
+            return drawn, (at, position)
+    return drawn, (EPOCHS, position)
+
+
+@pytest.mark.parametrize(
+    ("make", "dataset"), [(Litdatas, Numbers), (Litdatas, Combined), (Mosaics, Numbers)], ids=["lit", "all", "mosaic"]
+)
+def test_two_resumes_at_any_batch_train_what_one_life_trains(make, dataset):
+    """The same samples and random numbers, also behind the last batch of an epoch and between two epochs."""
+    twin, _ = life(make, dataset)
+    assert len({epoch for epoch, *_ in twin}) == EPOCHS
+    for stop in range(1, len(twin)):
+        first, begun = life(make, dataset, stop=stop)
+        second, begun = life(make, dataset, begun, stop=2)
+        third, _ = life(make, dataset, begun)
+        assert first + second + third == twin, stop
+
+
+@pytest.mark.parametrize("make", [Litdatas, Mosaics])
+def test_an_epoch_that_was_ended_before_a_resume_is_not_begun_again(make):
+    """The position is that of a whole epoch, whose end was drawn."""
+    twin, _ = life(make, Numbers)
+    per_epoch = len(twin) // EPOCHS
+    batches = ResumableBatches(make(Numbers()), None, seed=1, epoch=0)
+    assert len(list(batches)) == per_epoch
+    assert batches.done
+    assert life(make, Numbers, (1, batches.state_dict()))[0] == twin[per_epoch:]
+
+
+def test_an_epoch_that_is_left_after_a_resume_is_not_resumed_once_more():
+    """The loader of litdata keeps the place it was given until a pass has ended."""
+    begun = life(Litdatas, Numbers, stop=2)[1]
+    loader = Litdatas(Numbers())
+    rest = ResumableBatches(loader, begun[1], seed=1, epoch=0)
+    next(iter(rest))
+    following = ResumableBatches(loader, rest.state_dict(is_over=True), seed=1, epoch=1)
+    assert [tuple(batch) for batch in following] == [batch[1:] for batch in life(Litdatas, Numbers)[0] if batch[0] == 1]
+
+
+class InMemory(IterableDataset):
+    """Counts its epochs where its workers see it, and has a state that a plain loader does not ask for."""
+
+    def __init__(self) -> None:
+        self.next_epoch = 0
+
+    def __iter__(self):
+        self.next_epoch += 1
+        return iter(range(8))
+
+    def state_dict(self) -> dict:
+        raise AssertionError("nobody asks")
+
+
+def test_a_plain_loader_over_a_stream_that_counts_its_epochs_is_said(caplog):
+    """A state of the data set does not help where the loader has none."""
+    batches = ResumableBatches(DataLoader(InMemory(), 2), None, seed=1, epoch=0)
+    list(batches)
+    list(ResumableBatches(DataLoader(InMemory(), 2), batches.state_dict(), seed=1, epoch=1))
+    assert "InMemory counts its own passes, and has begun anew: 'next_epoch' is 0, was 1" in caplog.text
