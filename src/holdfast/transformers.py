@@ -17,13 +17,15 @@ from .frameworks.huggingface import (
     model_files,
     report_finished,
     saved_metrics,
-    say_misaligned,
+    say,
+    say_inexact,
     say_missing,
     say_start,
     trial_of,
     written,
 )  # fmt: skip
 from .frameworks.keepers import DirectoryCheckpoints
+from .frameworks.trainer_resume import LoadingWatch
 from .trainers.function.config import ValidationTaskConfig
 from .trainers.function.worker.session import current_session
 
@@ -32,7 +34,26 @@ __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "mode
 _TrainerCallback: Any = require("transformers", extra="transformers", purpose="holdfast.transformers").TrainerCallback
 
 
-class ReportCallback(_TrainerCallback):  # type: ignore[misc]
+class _Callback(_TrainerCallback):  # type: ignore[misc]
+    """Says what a resume will not bring back, as training shows it."""
+
+    def __init__(self) -> None:
+        self._loading = LoadingWatch()
+
+    def _says(self, args: Any, state: Any, metric: str | None, parts: Mapping[str, Any]) -> None:
+        say_inexact(args, state, metric, parts)
+        self._loading.trains()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say if it is one in which a resume is lost."""
+        say(args, self._loading.epoch_begins(kwargs.get("train_dataloader"), step=state.global_step))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say if its batches were loaded in a way that a resume does not repeat."""
+        say(args, self._loading.step_begins())
+
+
+class ReportCallback(_Callback):
     """Reports each checkpoint that a `Trainer` saves in a ``train_func``, as the directory `CHECKPOINT_NAME`.
 
     Its metrics are those of the newest training log and all that was logged at the step of the save; subclasses may say
@@ -55,6 +76,7 @@ class ReportCallback(_TrainerCallback):  # type: ignore[misc]
         delete_local_checkpoint_after_upload: bool = False,
         validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     ) -> None:
+        super().__init__()
         self.delete, self.validation = delete_local_checkpoint_after_upload, validation
 
     def metrics(self, state: Any) -> dict[str, Any]:
@@ -68,7 +90,7 @@ class ReportCallback(_TrainerCallback):  # type: ignore[misc]
                 "load_best_model_at_end=True needs the trainer's own checkpoints on disk, and "
                 "delete_local_checkpoint_after_upload=True takes them away: leave one of them out"
             )
-        say_misaligned(args, state, current_session("report").score_attribute)
+        self._says(args, state, current_session("report").score_attribute, kwargs)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report what was just saved; called on every rank."""
@@ -76,12 +98,13 @@ class ReportCallback(_TrainerCallback):  # type: ignore[misc]
         metrics = trial_of(args, state, directory) | self.metrics(state)
         say_missing(args, state, current_session("report").score_attribute, metrics)
         report_finished(directory, metrics, inside=self.CHECKPOINT_NAME, delete=self.delete, validation=self.validation)
+        self._loading.saved()
 
 
 RayTrainReportCallback = ReportCallback
 
 
-class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
+class HoldfastCallback(_Callback):
     """Keeps the checkpoints of a plain `Trainer` in any storage: in the background, digested, the best never lost.
 
     The trainer writes its ``checkpoint-N`` as ever and may rotate it away (``save_total_limit=1`` is enough): complete
@@ -109,6 +132,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         keep: Keep | None = Keep(last=3),  # noqa: B008 - Keep is frozen
         timeout_s: float = 600.0,
     ) -> None:
+        super().__init__()
         self._path = path
         self._options: dict[str, Any] = {"keep": keep, "timeout_s": timeout_s}
         self._plain = self.keeper = DirectoryCheckpoints(path, **self._options)
@@ -121,7 +145,8 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
             self.keeper.close()
             self.keeper = self._plain
         self.keeper.begin(step=state.global_step)
-        say_start(args, state, self._metric, uri=self.keeper.storage.uri)
+        say_start(args, state, uri=self.keeper.storage.uri)
+        self._says(args, state, self._metric, kwargs)
         if args.load_best_model_at_end and state.best_global_step:  # another machine has it only in the run
             kept = self.keeper.directory_of(state.best_global_step, wanted=state.best_model_checkpoint is None)
             state.best_model_checkpoint = state.best_model_checkpoint or kept
@@ -134,6 +159,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         if (trial := trial_of(args, state, directory)) and self.keeper is self._plain:
             self.keeper = DirectoryCheckpoints(os.path.join(self._path, trial["trial"]), **self._options)
         self.keeper.add(directory, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)
+        self._loading.saved()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Bind an evaluation after the save, if there is one, to the checkpoint of its step."""

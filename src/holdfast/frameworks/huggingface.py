@@ -36,6 +36,7 @@ from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTa
 from holdfast.trainers.function.worker.session import current_session
 
 from .reporting import last_change, new_place, scalars
+from .trainer_resume import resumed_otherwise, what_is_not_read, what_is_unsaved
 
 _LOG = get_logger("transformers")
 _ACCELERATE_LOG = get_logger("accelerate")
@@ -232,15 +233,21 @@ def misaligned(args: Any, *, metric: str | None, save_steps: float, eval_steps: 
     return found
 
 
-def say_misaligned(args: Any, state: Any, metric: str | None) -> None:
-    """Say, once for all ranks, what in the settings does not fit; see `misaligned`."""
+def say_inexact(args: Any, state: Any, metric: str | None, parts: Mapping[str, Any]) -> None:
+    """Say, once for all ranks, what does not fit in the settings, and what a resume does not bring back.
+
+    See `misaligned` and `trainer_resume`. ``parts`` are the keyword arguments of a callback.
+    """
+    model, optimizer, loader = map(parts.get, ("model", "optimizer", "train_dataloader"))
     if args.process_index == 0:
-        for found in misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps):
+        settings = misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps)
+        unsaved = [] if _strategy(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
+        for found in [*settings, *unsaved, *what_is_not_read(args, state), *resumed_otherwise(args, state, loader)]:
             _LOG.warning("%s", found)
 
 
-def say_start(args: Any, state: Any, metric: str | None, *, uri: str) -> None:
-    """Print, once for all ranks, where training begins; and say like `say_misaligned` what does not fit."""
+def say_start(args: Any, state: Any, *, uri: str) -> None:
+    """Print, once for all ranks, where training begins."""
     step, last = state.global_step, state.max_steps
     if args.process_index == 0 and not state.is_hyper_param_search:
         lines = [f"holdfast: {f'goes on after step {step}' if step else 'starts fresh'} (of {last}); saves to {uri}"]
@@ -250,12 +257,15 @@ def say_start(args: Any, state: Any, metric: str | None, *, uri: str) -> None:
                 "step whether it was the last, and in the middle of an epoch trains one too many"
             )
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
-    say_misaligned(args, state, metric)
 
 
 def say_missing(args: Any, state: Any, metric: str | None, metrics: Mapping[str, Any]) -> None:
     """Say, once for all ranks, that a checkpoint lacks the metric that ranks it; see `missing_metric`."""
-    found = missing_metric(metric, metrics, state.log_history)
+    say(args, missing_metric(metric, metrics, state.log_history))
+
+
+def say(args: Any, found: str | None) -> None:
+    """Say, once for all ranks, what was found, if anything was."""
     if found is not None and args.process_index == 0:
         _LOG.warning("%s", found)
 
