@@ -44,6 +44,7 @@ _SCALARS = (type(None), bool, int, float, str, np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _UNCOUNTED = {"BackupAndRestore", "CSVLogger", "History", "ProgbarLogger", "RemoteMonitor", "TensorBoard"}
 _SMALL = 1 << 20  # elements of a variable of which a copy is no burden
+_SOURCE = ("steps_per_epoch", "data_adapter", "_num_batches", "_get_iterator", "_steps_seen")  # as of Keras 3.15
 
 
 class Variables:
@@ -467,7 +468,8 @@ def surroundings(callback: Any) -> tuple[list[Any], Any]:
         if isinstance(listed, list) and any(one is callback for one in listed):
             others = [one for one in listed if one is not callback]
         if "epoch_iterator" in here:
-            return others, here["epoch_iterator"]
+            source = here["epoch_iterator"]
+            return others, source if all(hasattr(source, name) for name in _SOURCE) else None
         frame = frame.f_back
     return others, None
 
