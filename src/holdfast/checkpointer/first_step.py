@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast._units import listed
 from holdfast.errors import HoldfastError
 from holdfast.format.names import save_id_of
 from holdfast.state.save.plan import FROZEN
 from holdfast.state.tree.objects import Modules, leaves, parameter_names
-
-from .console import listed
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 Look = Callable[[], str]
 _SMALL_BUFFER = 1 << 20
-_NAMED = 3
 _FOLLOWS = (
     "requires_grad is in no state_dict(), so what {verb} layers on the way has to do so in a resume too, as "
     "`layer.requires_grad_({when})` at the head of each epoch does"
@@ -93,22 +91,18 @@ def _other_layers(state: Mapping[Any, Any], saved: Storage, manifest: Manifest) 
         if frozen:
             said.append(
                 f"{len(frozen)} parameters are frozen now and were trained when this checkpoint was saved "
-                f"({_some(frozen)}): {_FOLLOWS.format(verb='thaws', when='epoch >= 3')}"
+                f"({listed(frozen)}): {_FOLLOWS.format(verb='thaws', when='epoch >= 3')}"
             )
         if moved:
             anew = any(name not in kept and id(resting[name][0]) in keeps for name in moved)
             said.append(
-                f"{len(moved)} parameters train now and did not when this checkpoint was saved ({_some(moved)})"
+                f"{len(moved)} parameters train now and did not when this checkpoint was saved ({listed(moved)})"
                 f"{', their optimizer state begins anew' if anew else ''}: if they do not thaw "
                 f"just here, {_FOLLOWS.format(verb='freezes', when='epoch < 3')}"
             )
         return "; ".join(said)
 
     return look
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def _changed_buffers(state: Mapping[Any, Any]) -> Look:
