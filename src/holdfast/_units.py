@@ -1,9 +1,9 @@
-"""Interval strings, byte counts and durations: one grammar for parsing and printing them."""
+"""Interval strings, byte counts and durations: one grammar for parsing and printing them; lists that are cut short."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -118,3 +118,15 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m{rest:02d}s" if hours else f"{minutes}m{rest:02d}s"
+
+
+def listed(names: Iterable[str], most: int = 8, *, between: str = ", ") -> str:
+    """Spell out the first names of a list, and count the rest.
+
+    Example:
+        >>> listed(["a", "b", "c", "d"], 2)
+        'a, b and 2 more'
+    """
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return between.join(every[:most]) + more

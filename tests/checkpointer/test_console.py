@@ -53,7 +53,7 @@ def test_long_lists_are_cut() -> None:
     )
     lines = block.lines()
     assert len(lines) == 11
-    assert lines[1].endswith("item7, ... and 92 more")
+    assert lines[1].endswith("item7 and 92 more")
     assert lines[2] == "  NOT restored  lost0: why"
     assert lines[-1] == "  NOT restored  ... and 12 more"
 

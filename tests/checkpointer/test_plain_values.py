@@ -53,7 +53,7 @@ def test_every_kind_comes_back_into_the_mapping_given(tmp_path: Path, capsys: py
     assert [type(live[name]) for name in live] == [type(value) for value in plain().values()]
     assert all(live[name] is value for name, value in before.items())
     assert live["nested"]["deep"]["list"] is inner
-    listed = "  restored into ck.state: lr, none, name, when, history, seen, last, count, ... and 3 more"
+    listed = "  restored into ck.state: lr, none, name, when, history, seen, last, count and 3 more"
     assert listed in capsys.readouterr().err.splitlines()
 
 

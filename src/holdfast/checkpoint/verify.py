@@ -22,6 +22,7 @@ import xxhash
 from xxhash import xxh3_128_hexdigest
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -495,7 +496,7 @@ def _damaged_chunks(
             continue
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, entry.size)
         tensors = names.between(entry.path, start, stop)
-        shown = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5} more" if len(tensors) > 5 else "")
+        shown = listed(tensors, 5)
         message = f"{entry.path}: bytes {start}..{stop} (chunk {chunk}) are not what was written"
         yield Problem(
             file=entry.path, message=message + (f"; tensors: {shown}" if shown else ""), chunk=chunk, tensors=tensors

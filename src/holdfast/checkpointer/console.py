@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from holdfast._outgoing import masked, on_one_line
+from holdfast._units import listed
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.storage.base import Storage
 
 from .progress import RESERVED
+
+if TYPE_CHECKING:
+    from holdfast.writer.messages import RunOpened
 
 _SHOWN = 8
 _OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
@@ -56,6 +61,25 @@ class ResumeBlock:
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
 
 
+def found_notes(opened: RunOpened, set_aside: Mapping[str, str]) -> list[str]:
+    """Return the notes on what a start has found in a run.
+
+    Args:
+        opened: the run.
+        set_aside: checkpoints that are not taken, and why.
+    """
+    notes = [
+        f"set aside {name}, its files are left alone: {reason.partition(chr(10))[0]}"
+        for name, reason in set_aside.items()
+    ]
+    if opened.swept:
+        gone = sorted({path.partition("/")[0] for path in opened.swept})
+        notes.append(f"removed what unfinished saves left: {listed(gone)}")
+    if opened.waited_s > 1:
+        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
+    return notes
+
+
 def show_stop(why: str, step: int, storage: Storage, exit_code: int, *, left_by: str = "", anew: bool = False) -> None:
     """Print, on stderr, how a run ended that was asked to stop, and how to go on.
 
@@ -98,13 +122,6 @@ def show_rollback(step: int, found: str, storage: Storage, exit_code: int, *, an
         headline=f"rolled back at step {step}: {found}. The same command goes on in {storage.uri} from before that "
         f"step{how} (exit status {exit_code}){again}"
     ).show()
-
-
-def listed(names: Iterable[str]) -> str:
-    """Join names for a line of the block; many are cut short."""
-    every = list(names)
-    more = f", ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
-    return ", ".join(every[:_SHOWN]) + more
 
 
 def load_bar(storage: Storage, *, show: bool | None = None) -> AbstractContextManager[Callable[[int], None]]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast._units import listed
 from holdfast.errors import HoldfastError
 from holdfast.format.names import save_id_of
 from holdfast.state.gradient_order import parallel_modules
@@ -22,15 +23,12 @@ from holdfast.state.save.plan import FROZEN
 from holdfast.state.tree.objects import Modules, leaves, parameter_names
 from holdfast.state.tree.values import Attrs, PerRank
 
-from .console import listed
-
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
     from holdfast.storage.base import Storage
 
 Look = Callable[[], str]
 _SMALL_BUFFER = 1 << 20
-_NAMED = 3
 _FOLLOWS = (
     "requires_grad is in no state_dict(), so what {verb} layers on the way has to do so in a resume too, as "
     "`layer.requires_grad_({when})` at the head of each epoch does"
@@ -97,22 +95,18 @@ def _other_layers(state: Mapping[Any, Any], saved: Storage, manifest: Manifest) 
         if frozen:
             said.append(
                 f"{len(frozen)} parameters are frozen now and were trained when this checkpoint was saved "
-                f"({_some(frozen)}): {_FOLLOWS.format(verb='thaws', when='epoch >= 3')}"
+                f"({listed(frozen)}): {_FOLLOWS.format(verb='thaws', when='epoch >= 3')}"
             )
         if moved:
             anew = any(name not in kept and id(resting[name][0]) in keeps for name in moved)
             said.append(
-                f"{len(moved)} parameters train now and did not when this checkpoint was saved ({_some(moved)})"
+                f"{len(moved)} parameters train now and did not when this checkpoint was saved ({listed(moved)})"
                 f"{', their optimizer state begins anew' if anew else ''}: if they do not thaw "
                 f"just here, {_FOLLOWS.format(verb='freezes', when='epoch < 3')}"
             )
         return "; ".join(said)
 
     return look
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def _changed_buffers(state: Mapping[Any, Any]) -> Look:

@@ -20,6 +20,7 @@ from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast._meant import suggests
 from holdfast._ranks import RankInfo, current_ranks
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, IncompleteCheckpointError, SessionError
 from holdfast.run.names import check_free
@@ -30,7 +31,6 @@ from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveJob
 
-from .console import listed
 from .meeting import Alone, Meeting, meet
 from .pending_saves import ANSWER_MARGIN_S, manifest_fields, new_start_id
 from .progress import RESERVED

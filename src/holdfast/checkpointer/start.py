@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from holdfast._ranks import current_ranks
-from holdfast._units import format_bytes, format_duration
+from holdfast._units import format_bytes, format_duration, listed
 from holdfast.config import Keep, rules_of
 from holdfast.errors import CheckpointError, StorageFullError
 from holdfast.run.life import VARIABLE, kept_bytes
@@ -26,7 +26,7 @@ from holdfast.state.tree.objects import is_plain, leaves
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
-from .console import ResumeBlock, listed
+from .console import ResumeBlock, found_notes
 from .first_step import first_step_checks
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions
@@ -572,16 +572,9 @@ def _start_block(
                 f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
                 "from there, enumerate(), islice() and own counters count from 0"
             )
-    skipped = {**opened.quarantined, **dict(outcome.skipped)} if not outcome.is_named else {}
-    for name, reason in skipped.items():
-        notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
+    notes += found_notes(opened, {} if outcome.is_named else {**opened.quarantined, **dict(outcome.skipped)})
     if opened.copies:
         notes.append(f"left alone, as copied or renamed: {opened.copies}; resume=PATH goes on from one")
-    if opened.swept:
-        gone = sorted({path.split("/")[0] for path in opened.swept})
-        notes.append(f"removed what unfinished saves left: {listed(gone)}")
-    if opened.waited_s > 1:
-        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
     if finished is not None:
         done = f"{f'{finished} epochs, ' if finished else ''}step {progress.step}"
         notes.append(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast._progress import sized_progress_bar
-from holdfast._units import format_bytes
+from holdfast._units import format_bytes, listed
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.run.catalog import Catalog
@@ -141,9 +141,6 @@ def import_(source: str, destination: str, kind: str, trusted: bool, overwrite: 
         out.print(printable(f"  not taken: {path} ({why})"), style="yellow")
 
 
-_SHOWN = 8
-
-
 @click.command()
 @click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option("-o", "--output", required=True, help="The new checkpoint: a path or URI.")
@@ -257,8 +254,7 @@ def _print(done: AverageResult) -> None:
         (done.not_finite, "has NaN or infinities in the average"),
     ):
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            say(out, f"  {what}: {', '.join(names[:_SHOWN])}{more}", "yellow")
+            say(out, f"  {what}: {listed(names)}", "yellow")
     if done.left_out:
         say(out, f"  left out: {', '.join(done.left_out)}", "dim")
 

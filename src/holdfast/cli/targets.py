@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import split_arg_string
 
-from holdfast._units import parse_span, short_units
+from holdfast._units import listed, parse_span, short_units
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.verify import known_damaged
 from holdfast.errors import (
@@ -245,7 +245,7 @@ def run_at(storage: Storage, path: str) -> Catalog:
         inside = [name for name in catalog.foreign if storage.exists(f"{name}/{RUN_FILE}")]
         inside += [record.name for record in catalog.strangers()]
         refuse_checkpoint(storage, ConfigError)
-        hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
+        hint = f"it has {listed(inside)}: give one of them" if inside else "there is no run.json in it"
         raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
     return catalog
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast._outgoing import brief, masked, on_one_line, strict
+from holdfast._units import listed
 from holdfast.errors import ConfigError
 from holdfast.storage.base import translate
 
@@ -101,8 +102,7 @@ def say_left_out(out: Console, names: Sequence[str]) -> None:
 
 def no_room_for(names: Sequence[str], instead: str) -> str:
     """Say which columns are left out, and what shows them."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"no room for: {', '.join(printable(names[:_NAMED]))}{more} ({instead})"
+    return f"no room for: {listed(printable(names), _NAMED)} ({instead})"
 
 
 class PlainTable:

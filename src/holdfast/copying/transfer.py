@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -374,10 +375,9 @@ class _Copy:
 
         self._sender.each(doubtful, compare)
         if others:
-            more = f" and {len(others) - 5} more" if len(others) > 5 else ""
             raise CheckpointExistsError(
                 f"{join(self._target.uri, self._directory)} has other content under names that were to be copied, and "
-                f"nothing was changed: {', '.join(sorted(others)[:5])}{more}. Move them away, say that they are to be "
+                f"nothing was changed: {listed(sorted(others), 5)}. Move them away, say that they are to be "
                 "replaced (overwrite=True, `--overwrite`), or give another name"
             )
 

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -172,7 +173,7 @@ def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence
     paths = Counter(entry.path for entry in entries)
     if len(paths) != len(entries):
         twice = sorted(path for path, times in paths.items() if times > 1)
-        raise CheckpointError(f"{directory}: more than one part brings {', '.join(twice[:5])}: give them other names")
+        raise CheckpointError(f"{directory}: more than one part brings {listed(twice, 5)}: give them other names")
     values = {name: given.pop(name) for name in _FIELDS & given.keys()}
     if values.get("run_id"):
         values["name"] = directory

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from holdfast._ranks import rank_list
+from holdfast._units import listed
 
 from .digest import bytes_digest
 
@@ -180,10 +181,9 @@ def _unlike(by_writer: Mapping[int, Division], members: list[int]) -> str | None
     lost = {writer: _not_in(by_writer[writer], model) for writer in rest}
     if names := sorted({name for missing in lost.values() for name in missing}):
         writers = [writer for writer, missing in lost.items() if missing]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         return (
             f"{_ranks(writers)} hold{'s' if len(writers) == 1 else ''} tensors that rank {first} does not have, "
-            f"{', '.join(map(repr, names[:_NAMED]))}{more}, and of tensors in plain containers those of rank {first} "
+            f"{listed(map(repr, names), _NAMED)}, and of tensors in plain containers those of rank {first} "
             "alone are stored: put what each rank is to get back, such as a buffer of samples, into "
             "holdfast.PerRank(...); if these ranks are meant to hold different parts of a model, such as stages of a "
             "pipeline, say which ones hold the same: alike=mesh['dp'], or alike=[rank] where each holds its own"
@@ -205,11 +205,10 @@ def _other_values(by_writer: Mapping[int, Division]) -> str | None:
     names = list(differing)
     model = first[names[0]]
     writers = sorted({writer for name in names for writer in differing[name]})
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     other = by_writer[writers[0]].alike
     advice = "" if other is None or model in other else "; what different ranks hold needs different names"
     return (
-        f"{_ranks(writers)} and rank {model} hold different values of {', '.join(map(repr, names[:_NAMED]))}{more}, "
+        f"{_ranks(writers)} and rank {model} hold different values of {listed(map(repr, names), _NAMED)}, "
         f"but parameters and their optimizer state are stored once for all ranks{advice}"
     )
 

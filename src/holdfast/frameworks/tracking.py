@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._optional import require
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint, locate
 from holdfast.checkpointer.announce import Announcer
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -127,7 +128,7 @@ class WandbArtifacts:
         if len(names) == 1:
             return LocalStorage(folder), names[0]
         raise CheckpointNotFoundError(
-            f"the artifact {name} of W&B holds {', '.join(names[:8]) or 'nothing'}: give one of them, as in "
+            f"the artifact {name} of W&B holds {listed(names) or 'nothing'}: give one of them, as in "
             f"load_path={name + '/' + (names[0] if names else 'FILE')!r}"
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, StateMismatchError, StoragePermissionError
 from holdfast.format.codec import OUTER
@@ -31,7 +32,6 @@ from .source import OpenedCheckpoint
 MOST = 200
 """The most checkpoints that one average takes."""
 _AT_ONCE = WINDOW // 8  # elements of a float64 window
-_SHOWN = 8
 _COMPARED = 1 << 18  # elements: their differences fit into the cache of a core
 _Array = Any  # np.ndarray of one dimension
 _NUMBERS = "biufc"
@@ -362,8 +362,7 @@ def _refuse(problems: dict[str, list[str]], last: CheckpointContents) -> None:
     """Raise StateMismatchError for the problems of each source, if there are any."""
     lines = []
     for uri, flaws in problems.items():
-        more = f" and {len(flaws) - _SHOWN} more" if len(flaws) > _SHOWN else ""
-        lines += [f"  {uri}: {'; '.join(flaws[:_SHOWN])}{more}"] if flaws else []
+        lines += [f"  {uri}: {listed(flaws, between='; ')}"] if flaws else []
     if lines:
         raise StateMismatchError(
             f"these checkpoints cannot be averaged, for their tensors do not match those of {last.checkpoint.uri}:\n"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import manifest_fields, new_start_id
 from holdfast.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, HoldfastError
@@ -230,7 +231,7 @@ class ExportFolder:
         existing = [name for name in names if not self.overwrite and self.storage.exists(self.path(name))]
         if existing:
             raise CheckpointExistsError(
-                f"{self.uri} has {', '.join(existing[:3])} already: pass overwrite=True (--overwrite) to replace it, "
+                f"{self.uri} has {listed(existing, 3)} already: pass overwrite=True (--overwrite) to replace it, "
                 "or another destination"
             )
 

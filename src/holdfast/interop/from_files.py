@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from holdfast._units import listed
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.names import check_path
 from holdfast.format.strict_json import loads
@@ -481,9 +482,8 @@ def _taken(
     if wanted is None:
         return list(have)
     if missing := sorted(wanted.difference(have)):
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise CorruptCheckpointError(
-            f"{folder}: {file} lacks {', '.join(map(repr, missing[:_NAMED]))}{more}, which the index says it has: "
+            f"{folder}: {file} lacks {listed(map(repr, missing), _NAMED)}, which the index says it has: "
             "one of them is of another version; fetch both again",
             file=file,
             tensor=missing[0],

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from holdfast._units import listed
 from holdfast.errors import CorruptCheckpointError
 
 from .names import NUMBERED
@@ -78,8 +79,7 @@ def find_copies(ids: Mapping[str, str], known: Mapping[str, str]) -> dict[str, s
 
 def copies_shown(guests: Mapping[str, str]) -> str:
     """Name copies and what they are copies of, for people; many are cut short."""
-    shown = [f"{name} (of {original})" for name, original in sorted(guests.items())]
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+    return listed((f"{name} (of {original})" for name, original in sorted(guests.items())), 5)
 
 
 def newest_good(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.config import Keep
 from holdfast.errors import RunBusyError, StorageError, StorageFullError
 from holdfast.format.commit import read_manifest, remove
@@ -431,7 +432,7 @@ class Catalog(RunView):
             _log.warning(
                 "%s: %s do not count: an owner that had been taken over committed them afterwards, or somebody copied "
                 "them here by hand. They are left alone; delete them if nobody needs them",
-                self.storage.uri, ", ".join(self.void[:5]) + (" ..." if len(self.void) > 5 else ""),
+                self.storage.uri, listed(self.void, 5),
             )  # fmt: skip
         before = self.index.attempts[:-1]
         num = _TIDIED

@@ -111,9 +111,9 @@ def warn_unranked(metric: str, records: Iterable[Record], where: str) -> None:
     if not any(is_number(metric_value(values, metric)) for values in metrics):
         known = rankable(metrics)
         _log.warning(
-            "the metric %r is to rank checkpoints, and none of %s has a number for it (they have: %s), so the newest "
-            "ones stay; name one of these, or report %r too for the steps that are saved",
-            metric, where, ", ".join(known) or "no metrics at all", metric,
+            "no checkpoint of %s has a number for %r, the metric that ranks them (they have: %s), so the newest ones "
+            "stay; name one of these, or report %r too for the steps that are saved",
+            where, metric, ", ".join(known) or "no metrics at all", metric,
         )  # fmt: skip
 
 

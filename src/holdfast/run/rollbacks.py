@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 
 from .data_ring import BatchSpan
 from .names import ROLLBACKS, WATCHED
@@ -208,7 +209,7 @@ def in_words(spans: Sequence[BatchSpan]) -> str:
     for name, epoch, first, end in spans:
         which = f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"
         texts.append(f"{which} of epoch {epoch}" + (f" of {name!r}" if name != "train" else ""))
-    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+    return listed(texts)
 
 
 def _is_sound(value: Any) -> bool:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -193,8 +194,7 @@ class RunView:
         names = self.names()
         newer = names[: names.index(taken)] if taken in names else names
         bad = self.bad_steps() if newer else {}
-        shown = [f"{name} ({bad.get(name, 'it may hold a bad step')})" for name in newer[:3]]
-        return ", ".join(shown) + (f" and {len(newer) - 3} more" if len(newer) > 3 else "")
+        return listed((f"{name} ({bad.get(name, 'it may hold a bad step')})" for name in newer), 3)
 
     def record(self, name: str) -> Record:
         """Return the record of a checkpoint.

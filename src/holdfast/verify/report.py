@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from holdfast._units import listed
+
 from .matching import Finding
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def _starts_over(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
 
 
 def _partial(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
-    names = ", ".join(facts["names"][:5]) + (", ..." if len(facts["names"]) > 5 else "")
+    names = listed(facts["names"], 5)
     now = "have their initial values again" if facts["fresh"] else "have other values"
     return (
         f"the weights are those of step {finding.step}, but {len(facts['names'])} of {facts['of']} tensors "

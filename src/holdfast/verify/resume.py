@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast._units import listed
 from holdfast.errors import ConfigError
 from holdfast.run.index import RunIndex
 from holdfast.storage.local.local_storage import LocalStorage
@@ -543,9 +544,9 @@ def _notes(noise: Unsteady | None, lives: Sequence[Sequence[Row]]) -> list[str]:
             "given the values of the first"
         )
     if noise is not None and noise.items:
-        notes.append(f"not compared, for two uninterrupted runs differ in it: {', '.join(sorted(noise.items)[:8])}")
+        notes.append(f"not compared, for two uninterrupted runs differ in it: {listed(sorted(noise.items))}")
     if noise is not None and noise.metrics:
-        notes.append(f"metrics not compared, for the same reason: {', '.join(sorted(noise.metrics)[:8])}")
+        notes.append(f"metrics not compared, for the same reason: {listed(sorted(noise.metrics))}")
     return notes
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast._ranks import rank_list
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -466,11 +467,10 @@ def say_stored_for_all(parts: Sequence[PartSummary]) -> None:
     _said.update(found)
     if names := sorted(found):
         others = rank_list(sorted({writer for writers in found.values() for writer in writers}), most=_NAMED)
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         _LOG.warning(
-            "%s%s: other values on %s than on rank 0, whose values alone are stored: every rank gets those when it "
+            "%s: other values on %s than on rank 0, whose values alone are stored: every rank gets those when it "
             "loads them. Put what each rank is to get back into holdfast.PerRank(...)",
-            ", ".join(names[:_NAMED]), more, others,
+            listed(names, _NAMED), others,
         )  # fmt: skip
 
 

@@ -343,9 +343,13 @@ class WriterLoop:
         self.say_done(message.header["call"], None)
 
     def _tell_ranks(self, message: Message) -> None:
-        """Tell the other ranks something: `Joint.want`, `acted` and so on."""
-        call = {name: message.header[name] for name in ("call",) if name in message.header}  # if it is answered
-        getattr(self._joined(), message.header["what"])(**message.header["args"], **call)
+        """Tell the other ranks something."""
+        header, joint = message.header, self._joined()
+        told: dict[str, Callable[..., None]] = {
+            "want": joint.want, "acted": joint.acted, "part_failed": joint.part_failed, "stage": joint.stage,
+        }  # fmt: skip
+        call = {"call": header["call"]} if "call" in header else {}  # it is answered
+        told[header["what"]](**header["args"], **call)
 
     def _ask_ranks(self, message: Message) -> None:
         self._joined().ask(message.header["call"], message.header["about"])

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import xxhash
 
+from holdfast._units import listed
+
 from ..data.seeding import mix
 from ..tree import arrays, rng
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef, fill
@@ -206,7 +208,6 @@ def kind_of(saved: Any) -> str:
     return f"a {type(saved).__name__}"
 
 
-_NAMED = 8  # values spelled out in a note
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # NumPy's own
 
 
@@ -290,10 +291,8 @@ def note_apart(plan: MatchPlan) -> None:
     def say() -> None:
         apart.update(path for path, first, other in unread if not _has_same_bits(first.value, other.value))
         if apart:
-            named = sorted(apart)
-            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             plan.notes.append(
-                f"{', '.join(named[:_NAMED])}{more}: other values on other ranks when {stored.manifest.world_size} "
+                f"{listed(sorted(apart))}: other values on other ranks when {stored.manifest.world_size} "
                 f"saved; {stored.resized} go on, each with that of rank 0"
             )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from holdfast._units import listed
 from holdfast.errors import ConfigError
 
 __all__ = ["Fit", "Selection", "covers", "of_one_name_each"]
@@ -162,11 +163,8 @@ class Selection:
         idle += [f"skip: {glob!r}" for glob in skips if not any(covers((glob,), path) for path in known)]
         idle += [f"rename: {old!r}" for old, (rule, _) in self._rules.items() if not any(map(rule.fullmatch, known))]
         if idle:
-            examples = sorted(known, key=lambda path: (path.count("/"), path))[:12]
-            raise ConfigError(
-                f"nothing in the checkpoint matches {', '.join(idle)}: it holds {', '.join(examples)}"
-                + (f" and {len(known) - len(examples)} more" if len(known) > len(examples) else "")
-            )
+            examples = listed(sorted(known, key=lambda path: (path.count("/"), path)), 12)
+            raise ConfigError(f"nothing in the checkpoint matches {', '.join(idle)}: it holds {examples}")
 
 
 def _may_match(glob: str, below: str) -> bool:

@@ -31,6 +31,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.errors import TornSaveError
 from holdfast.storage.together import SerialExecutor, chain
 from holdfast.writer.arena import Arena
@@ -243,9 +244,8 @@ class DeviceCopies:
         if torn:
             self._torn.update(torn)
             self._num_torn += 1
-            more = f" and {len(torn) - _NAMED} more" if len(torn) > _NAMED else ""
             raise TornSaveError(
-                f"{', '.join(sorted(torn)[:_NAMED])}{more} changed while this save was copied from the device, after "
+                f"{listed(sorted(torn), _NAMED)} changed while this save was copied from the device, after "
                 "the end of the step and before the next optimizer.step(): something other than an optimizer changes "
                 "them (averaged weights swapped in for an evaluation, a layer that is reset, a replayed graph). "
                 + ("These are" if self._num_torn == 1 else "Everything is")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -434,7 +435,7 @@ def _list(
     if bad:
         raise ConfigError(
             f"{join(storage.uri, job.directory)}: files of a checkpoint cannot be called "
-            f"{', '.join(ascii(name) for name in bad[:_NAMED])}: use names in UTF-8, without backslashes"
+            f"{listed(map(ascii, bad), _NAMED)}: use names in UTF-8, without backslashes"
         )
     if METADATA_FILE in names:
         place = join(job.directory, METADATA_FILE)
@@ -457,7 +458,7 @@ def _check_links(storage: Storage, job: IngestJob) -> tuple[str, ...]:
     links = [file.name for file in found.files if not file.movable]
     if links:
         raise ConfigError(
-            f"{home}: {', '.join(links[:_NAMED])} is reached through a link: what is committed where it lies must lie "
+            f"{home}: {listed(links, _NAMED)} is reached through a link: what is committed where it lies must lie "
             "there itself; copy it (cp -rL), or report the directory without NO_UPLOAD"
         )
     return found.bare

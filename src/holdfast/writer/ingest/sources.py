@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._units import listed
 from holdfast.copying.sending import Windows
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -279,10 +280,9 @@ def check_contents(where: str, contents: Contents) -> Contents:
             f"{MAX_FOLDERS} that a checkpoint may have with those they lie in: remove them before report()"
         )
     if bad:
-        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         raise ConfigError(
             f"{where} (rank {contents.rank}): files and directories of a checkpoint cannot be called "
-            f"{', '.join(ascii(name) for name in bad[:_NAMED])}{more}: use names in UTF-8, without backslashes, that "
+            f"{listed(map(ascii, bad), _NAMED)}: use names in UTF-8, without backslashes, that "
             f"do not start with {TEMPORARY!r}"
         )
     return contents

@@ -26,9 +26,9 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast._outgoing import masked, visible
-from holdfast._units import format_duration
+from holdfast._units import format_duration, listed
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.console import listed
+from holdfast.checkpointer.console import found_notes
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep, rules_of
 from holdfast.copying.transfer import copy_file
@@ -601,10 +601,7 @@ def start_block(
 
 
 def _notes(plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start) -> list[str]:
-    notes = [
-        f"set aside {name}, its files are left alone: {reason.partition(chr(10))[0]}"
-        for name, reason in {**opened.quarantined, **dict(contents.skipped)}.items()
-    ]
+    notes = found_notes(opened, {**opened.quarantined, **dict(contents.skipped)})
     if start.kept is not None and (plan.first_checkpoint is not None or plan.first_memory is not None):
         notes.append("this run has checkpoints of its own: resume_from_checkpoint is not used")
     if opened.finished is not None:
@@ -612,11 +609,6 @@ def _notes(plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start
             f"this run had finished after report {opened.finished.get('step', 0)}: train_func runs again and goes on "
             "from there; give another name for a new run"
         )
-    if opened.swept:
-        gone = sorted({path.split("/")[0] for path in opened.swept})
-        notes.append(f"removed what unfinished saves left: {listed(gone)}")
-    if opened.waited_s > 1:
-        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the previous attempt to finish")
     if contents.unvalidated and plan.validates:
         notes.append(f"takes up the validation of {listed(contents.unvalidated)}")
     return notes

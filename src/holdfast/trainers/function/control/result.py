@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast._optional import require
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint, file_system
 from holdfast.config import Keep, stored_keep
 from holdfast.errors import ConfigError, RunNotFoundError, TrainingFailedError, UnknownMetricError
@@ -284,7 +285,7 @@ def _check_is_run(storage: Storage) -> None:
     if Catalog(storage).index.rows or REPORTS in children:
         return
     runs = [name for name in children if storage.exists(f"{name}/{RUN_FILE}")]
-    hint = f"; it holds the runs {', '.join(runs[:8])}: give one of them" if runs else "; check the path"
+    hint = f"; it holds the runs {listed(runs)}: give one of them" if runs else "; check the path"
     raise RunNotFoundError(f"there is no run in {storage.uri}{hint}")
 
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
+from holdfast._units import listed
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import ConfigError, CorruptCheckpointError, StorageNotFoundError, UnsupportedStateError
 from holdfast.format.codec import dumps
@@ -329,9 +330,8 @@ def refuse_objects(found: dict[str, Any], uri: str, *, globs: Sequence[str], wei
 
     if wanted := [f"{path} ({name})" for path, name in objects.items() if not unwanted(path)]:
         raise ConfigError(
-            f"{uri} holds pickled objects, which loading would execute: {', '.join(wanted[:8])}"
-            f"{' ...' if len(wanted) > 8 else ''}: load_ignore_keys leaves them out, load_weights_only=True all but "
-            f"the weights; or {_INSTEAD}"
+            f"{uri} holds pickled objects, which loading would execute: {listed(wanted)}: "
+            f"load_ignore_keys leaves them out, load_weights_only=True all but the weights; or {_INSTEAD}"
         )
     kept: dict[str, Any] = _pruned(found)
     return kept

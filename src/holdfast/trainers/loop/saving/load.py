@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.checkpoint.handle import locate
 from holdfast.checkpointer.console import ResumeBlock, load_bar
 from holdfast.checkpointer.functions import save
@@ -159,8 +160,8 @@ def place_of(path: str | os.PathLike[str], state: State, object_store: Storage |
             )
     if inside := _checkpoints_in(storage, name):
         raise CheckpointNotFoundError(
-            f"load_path={os.fspath(path)!r} is a folder of checkpoints ({', '.join(inside[:5])}"
-            f"{' ...' if len(inside) > 5 else ''}): give one of them; or give it as save_folder, with autoresume=True"
+            f"load_path={os.fspath(path)!r} is a folder of checkpoints ({listed(inside, 5)}): "
+            f"give one of them; or give it as save_folder, with autoresume=True"
         )
     return storage, name
 

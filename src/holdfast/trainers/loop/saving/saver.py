@@ -19,6 +19,7 @@ import xxhash
 
 from holdfast._log import get_logger
 from holdfast._meant import removed
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S, PendingSaves, RunSave, passing_error, state_of
 from holdfast.config import Guard, Keep
@@ -332,8 +333,8 @@ class CheckpointSaver(Callback):
         if later:
             way = "go on with autoresume=True" if context.resumed or not context.autoresumes else "move them away"
             raise CheckpointExistsError(
-                f"{where} holds {len(later)} checkpoint(s) after batch {now.count('batch')} ({', '.join(later[:5])}"
-                f"{' ...' if len(later) > 5 else ''}), and save_overwrite=False: {way}, use another save_folder or "
+                f"{where} holds {len(later)} checkpoint(s) after batch {now.count('batch')} ({listed(later, 5)}), "
+                f"and save_overwrite=False: {way}, use another save_folder or "
                 "run_name, or pass save_overwrite=True; nothing was trained"
             )
 
@@ -350,7 +351,7 @@ class CheckpointSaver(Callback):
             _LOG.warning(
                 "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): an earlier life had "
                 "got further; they are replaced when training gets there again",
-                storage.uri, len(ahead), now.count("batch"), ", ".join(ahead[:5]),
+                storage.uri, len(ahead), now.count("batch"), listed(ahead, 5),
             )  # fmt: skip
         return [name for name in later if name not in own]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.checkpointer.console import ResumeBlock
 from holdfast.checkpointer.metrics import MetricLog
 from holdfast.checkpointer.pending_saves import ANSWER_MARGIN_S
@@ -580,7 +581,7 @@ class StartingPoint:
         if sharded := [name for name in names if name not in other and is_sharded_of_torch(storage, name)]:
             raise ConfigError(
                 f"autoresume=True: {saver.place.spelling} holds sharded checkpoints of Composer "
-                f"({', '.join(sharded[:5])}{' ...' if len(sharded) > 5 else ''}) and none that can be gone on from: "
+                f"({listed(sharded, 5)}) and none that can be gone on from: "
                 "run `holdfast import` on the newest and give the result as load_path, with another save_folder, or "
                 "move them away to start afresh; nothing was trained"
             )
@@ -593,7 +594,7 @@ class StartingPoint:
             ("of other runs, by their names", other),
             ("weights only, never completed, or not written by Holdfast", left),
         ]
-        return [f"{what}: {', '.join(of[:8])}{' ...' if len(of) > 8 else ''}" for what, of in rows if of]
+        return [f"{what}: {listed(of)}" for what, of in rows if of]
 
     def _wanted(self, saver: CheckpointSaver, storage: Storage) -> Any:
         """Return what tells the checkpoints of this run from others."""
