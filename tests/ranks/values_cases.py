@@ -115,17 +115,27 @@ class Scaled(nn.Module):
 
 
 def buffers(root: str) -> None:
-    """Save modules whose buffers differ: DDP with and without a broadcast of buffers, one compiled, and FSDP2."""
-    state: dict[str, nn.Module] = {
+    """Save modules whose buffers differ: DDP with and without a broadcast of buffers, one compiled, and FSDP2.
+
+    Of one the buffers are given for each rank; of two optimizers one has another learning rate on each rank.
+    """
+    modules: dict[str, nn.Module] = {
         "synced": nn.parallel.DistributedDataParallel(Scaled()),
         "apart": nn.parallel.DistributedDataParallel(Scaled(), broadcast_buffers=False),
         "spread": fully_shard(Scaled(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
     }
-    state["compiled"] = torch.compile(nn.parallel.DistributedDataParallel(Scaled()), backend="eager")
-    for module in state.values():
+    modules["compiled"] = torch.compile(nn.parallel.DistributedDataParallel(Scaled()), backend="eager")
+    modules["given"] = fully_shard(Scaled(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for module in modules.values():
         for buffer in module.buffers():
             buffer.add_(dist.get_rank())
-    hf.save(Path(root, "buffers"), state)
+    spread = modules["spread"].parameters()
+    optimizers = {
+        "optimizer": torch.optim.SGD(spread, lr=1.0 + dist.get_rank()),
+        "other": torch.optim.SGD(modules["synced"].parameters(), lr=1.0),
+    }
+    given = hf.PerRank(dict(modules["given"].named_buffers()))
+    hf.save(Path(root, "buffers"), {**modules, **optimizers, "buffers": given})
 
 
 def alone(root: str) -> dict[str, Any]:

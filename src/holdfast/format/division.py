@@ -39,8 +39,8 @@ class Division:
         loose: names of tensors in plain containers, which a single rank stores: those that come first in `sketch`; in
             the summaries only.
         num_loose: how many such tensors there are.
-        alone: as ``samples``, for some tensors of which those of one rank are stored for all, whatever others hold; in
-            the summaries only.
+        alone: as ``samples``, for some tensors, and for hyper-parameters, of which those of one rank are stored for
+            all, whatever others hold; in the summaries only.
     """
 
     num_ranks: int

@@ -586,6 +586,8 @@ class Snapshotter:
         if layout.division is None:
             return None
         samples, alone = (sampled(flat, positions, wait=wait) for positions in (layout.sampled, layout.alone))
+        if layout.division.alike is None:  # else they are those of other parameters
+            alone = {**alone, **flat.settings}
         return replace(layout.division, samples=samples, alone=alone).to_json()
 
     # -- layout and arena

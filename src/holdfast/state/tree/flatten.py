@@ -18,6 +18,7 @@ from torch import nn
 
 from holdfast.errors import UnsupportedStateError
 from holdfast.format.codec import BESIDE, MAX_NESTING, encode, is_text, nesting_error
+from holdfast.format.digest import bytes_digest
 
 from . import arrays, objects, rng
 from .arrays import check_module, spread_types
@@ -63,6 +64,8 @@ class Flat:
             its own; found only with ``shared``.
         alone: positions of tensors, in plain containers and in objects, and of buffers, of which one rank's come back
             on all ranks although others may hold something else; found only with ``shared``.
+        settings: path of the groups of an optimizer, of which one rank's come back on all ranks -> digest of their
+            hyper-parameters; found only with ``shared``.
         groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         whole: position -> the tensor of which this rank holds a part and that is to be saved whole; in `tensors` there
             is something of its shape without its values.
@@ -81,6 +84,7 @@ class Flat:
     replicated: list[int] = field(default_factory=list)
     loose: list[int] = field(default_factory=list)
     alone: list[int] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
     groups: set[tuple[int, ...]] = field(default_factory=set)
     whole: dict[int, torch.Tensor] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
@@ -345,6 +349,7 @@ class _Walker:
         self.flat.optimized.update(added, *rows)
         if self.shared:
             self.flat.replicated.extend(self._states(named["state"], added, start, f"{prefix}state/"))
+            self.flat.settings[f"{prefix}param_groups"] = _digest_of_settings(node["state"]["param_groups"])
         return node
 
     def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:
@@ -516,8 +521,10 @@ class _Walker:
         self.flat.optimized.difference_update(self.flat.names[number] for number in self.flat.whole)
         self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
         if self.flat.loose or self.flat.alone:  # seldom, and this is done at each save
-            alone = {*self.flat.loose, *self.flat.alone}
-            self.flat.alone = sorted(alone.difference(self.flat.own, regions, self.flat.replicated))
+            alone, tensors = {*self.flat.loose, *self.flat.alone}, self.flat.tensors
+            alone.difference_update(self.flat.own, regions, self.flat.replicated)
+            mine = {tensors[number].data_ptr() for number in self.flat.own}  # what each rank gets back all the same
+            self.flat.alone = sorted(number for number in alone if tensors[number].data_ptr() not in mine)
         if regions:
             self.flat.groups.update({region.spread.ranks for region in regions.values()})
             everywhere = {number for number, region in regions.items() if region.everywhere}
@@ -538,6 +545,11 @@ class _Walker:
             flat.tensors.append(part)
             flat.files.append(self.file)
         return {"$": "tensor", "n": unique}
+
+
+def _digest_of_settings(groups: list[dict[str, Any]]) -> str:
+    rows = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+    return bytes_digest(repr(rows).encode(errors="surrogatepass"))
 
 
 def unused_name(name: str, taken: Container[str]) -> str:
