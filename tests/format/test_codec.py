@@ -206,6 +206,13 @@ class Color(enum.IntEnum):
     RED = 1
 
 
+class Stopper:
+    """Stops early, in the usual way: numbers in attributes."""
+
+    def __init__(self):
+        self._model, self.best, self.bad, self.mode, self.patience = None, 1.5, 0, "min", 3
+
+
 class MyConfig:
     pass
 
@@ -227,6 +234,7 @@ class MyDict(dict):
         ({"d": MyDict()}, ["state['d']: MyDict", "dict(...)"]),
         ({"p": Point(1, MyConfig())}, ["state['p'].y: MyConfig"]),
         ({"k": {MyConfig(): 1}}, ["MyConfig", "dict key"]),
+        ({"s": Stopper()}, ["state_dict()", "holdfast.attrs(it, 'best', 'bad', 'mode', ...), or convert"]),
         ([(1, object())], ["state[0][1]: object"]),
     ],
 )

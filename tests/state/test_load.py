@@ -523,6 +523,24 @@ def test_views_at_one_address_that_a_save_takes_apart(kind):
     assert live.tolist() == [0, 1, 2, 3]
 
 
+def test_an_array_without_dimensions_that_has_become_a_scalar():
+    """NumPy makes a scalar of one that counts (running mean and variance); a new start holds the array again."""
+
+    class Running:
+        mean, var = np.zeros(()), np.ones(())
+
+    running, again = Running(), Running()
+    running.mean, running.var = running.mean + 0.25, running.var * 3
+    place = memory_uri()
+    hf.save(place, {"rms": hf.attrs(running, "mean", "var")})
+    hf.load(place, {"rms": hf.attrs(again, "mean", "var")})
+    assert (again.mean, again.var) == (0.25, 3.0)
+    assert type(again.mean) is np.float64
+    Running.mean = np.zeros((), np.float32)
+    with pytest.raises(hf.StateMismatchError, match="rms/mean: an array in the state, a float64 in the checkpoint"):
+        hf.load(place, {"rms": hf.attrs(Running(), "mean", "var")})
+
+
 def test_an_array_of_another_type_or_shape_is_refused():
     """NumPy would cast without a word."""
     where = memory_uri()

@@ -294,7 +294,11 @@ def describe(value: Any) -> str:
     else:
         plain = next((base.__name__ for base in kind.__mro__[1:] if base in _PLAIN_BASES), None)
         convert = f"convert it with {plain}(...)" if plain else "convert it to plain data (dict, list, numbers, text)"
-        advice = f"give it state_dict() and load_state_dict(), or {convert}"
+        ways = ["give it state_dict() and load_state_dict()", f"or {convert}"]
+        if names := [name for name in getattr(value, "__dict__", ()) if str(name)[:1] != "_"]:
+            shown = ", ".join([*map(repr, names[:3]), *(["..."] if len(names) > 3 else [])])
+            ways.insert(1, f"name its attributes, holdfast.attrs(it, {shown})")
+        advice = ", ".join(ways)
     return f"{name} cannot be saved: {advice}; or pass unsupported='drop' to leave it out"
 
 

@@ -173,6 +173,8 @@ class Matcher(MatchPlan):
     def _array(self, live: Any, saved: Any, path: str) -> Any:
         if not self.takes(path):
             return live
+        if live.shape == () and type(saved) is live.dtype.type:  # NumPy makes a scalar of such an array when it counts
+            return saved
         value = self.fresh(saved, path)
         if not (isinstance(saved, TensorRef) and saved.kind == "array"):
             self.problems.wrong.append(f"{path}: an array in the state, {kind_of(saved)} in the checkpoint")
