@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast._units import listed
 from holdfast.errors import HoldfastError
 from holdfast.format.names import save_id_of
-from holdfast.state.gradient_order import parallel_modules
 from holdfast.state.save.plan import FROZEN
 from holdfast.state.tree.objects import Modules, leaves, parameter_names
 from holdfast.state.tree.values import Attrs, PerRank
@@ -45,7 +45,9 @@ def first_step_checks(
         saved: root of the checkpoint of this run that was loaded into it, None for no such one.
         manifest: of that checkpoint.
     """
-    looks = [_changed_buffers(state), *_changed_hooks(state)]
+    looks = [_changed_buffers(state)]
+    if dist.is_available() and dist.is_initialized():
+        looks.extend(_changed_hooks(state))
     if saved is not None and manifest is not None:
         looks.append(_other_layers(state, saved, manifest))
     return looks
@@ -144,6 +146,8 @@ def _changed_hooks(state: Mapping[Any, Any]) -> Iterator[Look]:
 
     Only whether a number is another one, or a container has grown, is looked at.
     """
+    from holdfast.state.gradient_order import parallel_modules  # not above: of several ranks only
+
     for path, module in parallel_modules(state).items():
         kept = [own for _, own in getattr(module, "_comm_hooks", ()) if own is not None]
         known = {id(item) for item in _named(state)} if kept else set()

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast._outgoing import brief
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
 
-from .division import Division
 from .names import check_path
 from .strict_json import dumps, loads
 from .tensor_file import item_size
+
+if TYPE_CHECKING:
+    from .division import Division
 
 __all__ = ["SAVE_ID", "FileNumbers", "Index", "IndexFile", "Piece", "TensorEntry"]
 
@@ -155,7 +157,7 @@ class Index:
                 if name in tensors or original not in tensors:
                     raise ValueError(f"{name!r} is tied to {brief(original, 80)!r}, which is no tensor of this index")
             stated = body.get("division")
-            division = None if stated is None else Division.from_json(stated)
+            division = None if stated is None else _division(stated)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _corrupt(where, f"malformed ({type(error).__name__}: {brief(error, 400)})") from error
         if missing := [] if sizes is None else [path for path in files if path not in sizes]:
@@ -193,6 +195,12 @@ class FileNumbers:
         if number == len(self.paths):
             self.paths.append(path)
         return number
+
+
+def _division(stated: Any) -> Division:
+    from .division import Division  # not above: of several ranks only
+
+    return Division.from_json(stated)
 
 
 def _file(path: object, save_id: str | None, where: str) -> str:

@@ -26,7 +26,6 @@ import torch
 
 from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.digest import bytes_digest
-from holdfast.format.division import Division, sketch
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.tensor_file import lay_out, split_by_size
 from holdfast.writer.messages import FilePlan
@@ -35,6 +34,7 @@ from ..tree.arrays import dtype_name
 from ..tree.flatten import Flat
 
 if TYPE_CHECKING:
+    from holdfast.format.division import Division
     from holdfast.model_files import ModelFiles
 
     from ..tree.sharded import Region
@@ -591,6 +591,8 @@ def share_of(
         alike: the ranks that divide it, where other ranks hold other tensors; None: all ranks.
         held: positions of tensors that lie in one file together: the first of these ranks writes them.
     """
+    from holdfast.format.division import Division, sketch  # not above: of several ranks only
+
     group = tuple(range(num_ranks)) if alike is None else alike
     own, replicated = frozenset(sig.own), set(sig.replicated)
     aliases: dict[int, int] = {}
