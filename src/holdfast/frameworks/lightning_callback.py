@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from holdfast._log import get_logger
 from holdfast._optional import Grafted
 from holdfast.checkpointer.console import ResumeBlock
 from holdfast.errors import ConfigError
+from holdfast.state.data import stated
 from holdfast.state.data.batches import ResumableBatches, with_ranks_apart
+from holdfast.state.data.seeding import generators_kept
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
 from holdfast.trainers.function.worker.session import get_context
@@ -49,6 +52,9 @@ class HoldfastCallback(Grafted):
         self._generators: Mapping[str, Any] | None = None  # to be restored once more, when training begins
         self._before: Mapping[str, Any] | None = None  # generators after the last batch
         self._at_end: Mapping[str, Any] | None = None
+        self._first_fetch = contextlib.ExitStack()  # while the first batch after a resume is fetched
+        self._ended: list[Any] = []  # states of the loaders that Lightning knows, at the end of an epoch
+        self._ahead: list[list[Any]] = []  # their states behind the batch in training, if one more is fetched
         self._evaluated = False  # since the last batch
         self._logged: tuple[int, int] | None = None  # batches trained in all, and the step that loggers have next
         self._logged_before: int | None = None  # that of the checkpoint, until a batch has begun
@@ -69,7 +75,7 @@ class HoldfastCallback(Grafted):
         self._found = self._generators = self._before = self._at_end = None
         self._logged = self._logged_before = None
         self._evaluated = False
-        self._loaders, self._loaders_epoch = [], -1
+        self._loaders, self._loaders_epoch, self._ended, self._ahead = [], -1, [], []
         self._block, self._not_restored = ResumeBlock(), []
         self._named_no_folder = [
             callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", "") is None
@@ -86,13 +92,26 @@ class HoldfastCallback(Grafted):
                 self._not_restored.append(("position in the data", why_not))
             elif isinstance(loader, EpochLoader):
                 self._follow(loader, trainer.current_epoch)
+            elif getattr(loader, "num_workers", 0):
+                why = f"the state of a {type(loader).__name__} does not hold them, a plain DataLoader has them seeded"
+                self._not_restored.append(("random numbers that samples draw in workers", why))
             return loader
 
         strategy.process_dataloader = process_dataloader
+        loop = trainer.fit_loop.epoch_loop
+        before_fetch = type(loop)._on_before_fetch.__get__(loop)
+
+        def on_before_fetch() -> None:
+            self._begin_fetch(trainer)
+            before_fetch()
+
+        loop._on_before_fetch = on_before_fetch
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the strategy its own method back."""
+        """Give the strategy and the loop their own methods back."""
+        self._first_fetch.close()
         vars(trainer.strategy).pop("process_dataloader", None)
+        vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of all ranks; every rank calls it."""
@@ -108,6 +127,9 @@ class HoldfastCallback(Grafted):
             "next_logged": self._logged and self._logged[1],
             "frozen": sorted(_frozen(pl_module)),
         }
+        if self._ahead:
+            states = self._ahead[0 if batches.ready > batches.processed else -1]
+            checkpoint["loops"]["fit_loop"]["state_dict"].update({"combined_loader": states} if states else {})
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Take note of what is to be restored, and let `ModelCheckpoint` go on in its folder."""
@@ -120,6 +142,7 @@ class HoldfastCallback(Grafted):
             # It has frozen all anew, and thaws at the beginning of an epoch only; DDP is not made yet.
             for name, weight in pl_module.named_parameters():
                 weight.requires_grad_(name not in frozen)
+        self._ended = ended_loaders(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
         for callback in self._named_no_folder:
@@ -165,8 +188,21 @@ class HoldfastCallback(Grafted):
             block.show()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin with the generators of the checkpoint, whatever was drawn since."""
+        """Begin with the generators of the checkpoint, whatever was drawn since, and so do its loaders."""
+        ended, self._ended = self._ended, []
+        known = [one for one in trainer.fit_loop._combined_loader.flattened if _keeps_state(one)]
+        with generators_kept():
+            for number, loader in enumerate(known):
+                if isinstance(loader, EpochLoader):
+                    continue
+                if number < len(ended):
+                    stated.begin_next(loader, ended[number])
+                else:
+                    stated.forget_start(loader)  # Lightning draws no end of an epoch, so some go on from a resume again
+        is_resumed = self._generators is not None
         self._begin()
+        if is_resumed and not all(isinstance(one, EpochLoader) for one in trainer.fit_loop._combined_loader.flattened):
+            iter(trainer.fit_loop._data_fetcher)  # Lightning has made it before the generators were restored
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Do the same where an evaluation comes first."""
@@ -174,6 +210,7 @@ class HoldfastCallback(Grafted):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Do the same where a batch comes first, and what Lightning does at the beginning of an epoch only."""
+        self._first_fetch.close()
         self._begin()
         if self._found is not None and self._logged is None:
             missing = sorted(_frozen(pl_module).difference(self._found.get("frozen", _frozen(pl_module))))
@@ -235,6 +272,18 @@ class HoldfastCallback(Grafted):
     def _note_logged(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         self._logged = _num_trained(trainer)[0], loop._batches_that_stepped + (not loop._should_accumulate())
+
+    def _begin_fetch(self, trainer: Any) -> None:
+        """Begin before a batch is fetched: samples that are loaded in this process may draw."""
+        if self._generators is not None:
+            for loader in trainer.fit_loop._combined_loader.flattened:
+                if not isinstance(loader, EpochLoader):
+                    self._first_fetch.enter_context(stated.beginning(loader, seed=torch.initial_seed()))
+        self._begin()
+        if trainer.fit_loop._data_fetcher.length is None:  # then it fetches a batch more, to know which is the last one
+            with generators_kept():
+                states = trainer.fit_loop._combined_loader._state_dicts()
+            self._ahead = [*self._ahead[-1:], states]
 
     def _begin(self) -> None:
         if self._generators is not None:
@@ -347,7 +396,7 @@ def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
     Returns:
         (loader, None), or the loader as it is and why it cannot be resumed within an epoch.
     """
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    if _keeps_state(loader):
         return loader, None
     name = type(loader).__name__
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -377,6 +426,23 @@ def generators_of_all(own: Mapping[str, Any], world_size: int) -> list[Any]:
     found: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(found, own)
     return found
+
+
+def ended_loaders(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """Take the states of loaders that are at the end of an epoch out of a checkpoint; [] within an epoch.
+
+    Lightning gives them back where the last batch of an epoch was the last thing, and they are at an end for the whole
+    next epoch; after the end of an epoch it does not give them back.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches = loops.get("epoch_loop.batch_progress")
+    if not batches or not batches["is_last_batch"]:
+        return []
+    return list(loops.get("state_dict", {}).pop("combined_loader", []))
+
+
+def _keeps_state(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def settle_progress(checkpoint: Mapping[str, Any], *, by_steps: bool) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import TREES, make_trainer
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.lightning import HoldfastCallback
 
@@ -119,6 +120,82 @@ def test_loaders_of_different_lengths(tmp_path: Path, mode: str) -> None:
     _, whole = fit(tmp_path, loaders, callbacks=[saves, ends])
     length = len(whole) // 3
     for path in [tmp_path / "steps" / f"step={step}.ckpt" for step in range(2, length + 2)] + sorted(
+        (tmp_path / "ends").iterdir()
+    )[:2]:
+        _, second = fit(tmp_path, loaders, start=path)
+        assert second == whole[int(path.stem.partition("=")[2]) :], path
+
+
+class Noisy(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Draws from the generator of training where its samples are loaded."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(1)
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Has a state and no length, so that Lightning fetches one batch ahead."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 32:
+            self.at += 1
+            yield self.at, torch.rand(1)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Litdatas(DataLoader):  # type: ignore[type-arg]
+    """Goes on from the state that it was given until a pass was drawn to its end, as that of litdata (0.2.76)."""
+
+    __module__ = "litdata.streaming.dataloader"
+    restore, current_epoch, given = False, 0, 0
+
+    def __iter__(self) -> Any:
+        if not self.restore:
+            self.current_epoch, self.given = self.current_epoch + 1, 0
+        self.generator or torch.rand(1)
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(self.current_epoch))
+        for batch in order.split(4)[self.given :]:
+            self.given += 1
+            yield [batch]
+        self.restore = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"current_epoch": self.current_epoch, "given": self.given, "dataset": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.current_epoch, self.given = state["current_epoch"], state["given"]
+        self.restore = 0 < self.given < 8
+
+
+WITH_A_STATE = {
+    "map": lambda: StatefulDataLoader(Noisy(), 4, shuffle=True),
+    "both": lambda: {"plain": loader(100, 12), "stated": StatefulDataLoader(Noisy(), 4, shuffle=True)},
+    "stream": lambda: StatefulDataLoader(Stream(), 4),
+    "kept": lambda: Litdatas(Noisy(), 4),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_STATE)
+def test_loaders_with_a_state(tmp_path: Path, name: str) -> None:
+    """They go on after the last trained batch, also behind the last one of an epoch, and with the next epoch."""
+    loaders = WITH_A_STATE[name]
+    saves = pl.callbacks.ModelCheckpoint(tmp_path / "steps", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    ends = pl.callbacks.ModelCheckpoint(tmp_path / "ends", save_top_k=-1, filename="{step}")
+    _, whole = fit(tmp_path, loaders, callbacks=[saves, ends])
+    assert len(whole) == 24
+    for path in [tmp_path / "steps" / f"step={step}.ckpt" for step in (3, 7, 8, 9, 12, 16)] + sorted(
         (tmp_path / "ends").iterdir()
     )[:2]:
         _, second = fit(tmp_path, loaders, start=path)

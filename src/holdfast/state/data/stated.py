@@ -128,6 +128,19 @@ def end_epoch(loader: Any, state: Any) -> None:
         loader.state_dict()  # torchdata's loader makes the iterator of the old epoch here
 
 
+def begin_next(loader: Any, state: Any) -> None:
+    """Let a loader begin the epoch after the one that ``state`` belongs to, however far that was, when it is iterated.
+
+    It draws from the generators of the process where it makes an iterator to do so.
+    """
+    resume(loader, state)
+    if _is_torchdatas(loader) and not _is_of_nodes(loader):
+        next(iter(loader), None)  # the rest of that epoch; the next iterator is of the next one
+    else:
+        end_epoch(loader, state)
+    forget_start(loader)
+
+
 class _RepeatableSampler:
     """A sampler without a state, whose order depends on a seed and on nothing else.
 
