@@ -289,7 +289,8 @@ def beginning(loader: Any, *, seed: int) -> Iterator[None]:
     torch draws it from its global generator, which by then has the state that it had behind the batches before.
     """
     with contextlib.ExitStack() as undo:
-        if isinstance(loader, DataLoader) and not _is_torchdatas(loader) and loader.generator is None:
+        is_torchs = isinstance(loader, DataLoader) and not _is_torchdatas(loader)
+        if is_torchs and vars(loader).get("generator", loader) is None:  # those of Accelerate pass for torch's
             _put(undo, loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
         yield
 
