@@ -36,7 +36,7 @@ from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTa
 from holdfast.trainers.function.worker.session import current_session
 
 from .reporting import last_change, new_place, scalars
-from .trainer_resume import resumed_otherwise, what_is_not_read, what_is_unsaved
+from .trainer_resume import resumed_otherwise, strategy_name, what_is_not_read, what_is_unsaved
 
 _LOG = get_logger("transformers")
 _ACCELERATE_LOG = get_logger("accelerate")
@@ -209,7 +209,7 @@ def misaligned(args: Any, *, metric: str | None, save_steps: float, eval_steps: 
         save_steps: as the trainer uses it, a number of steps.
         eval_steps: likewise.
     """
-    save, evaluate = _strategy(args.save_strategy), _strategy(args.eval_strategy)
+    save, evaluate = strategy_name(args.save_strategy), strategy_name(args.eval_strategy)
     if save == "no":
         return ["save_strategy='no': nothing will ever be saved; use save_strategy='steps' or 'epoch'"]
     found = []
@@ -241,7 +241,7 @@ def say_inexact(args: Any, state: Any, metric: str | None, parts: Mapping[str, A
     model, optimizer, loader = map(parts.get, ("model", "optimizer", "train_dataloader"))
     if args.process_index == 0:
         settings = misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps)
-        unsaved = [] if _strategy(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
+        unsaved = [] if strategy_name(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
         for found in [*settings, *unsaved, *what_is_not_read(args, state), *resumed_otherwise(args, state, loader)]:
             _LOG.warning("%s", found)
 
@@ -288,10 +288,6 @@ def trial_of(args: Any, state: Any, directory: str) -> dict[str, Any]:
     if not state.is_hyper_param_search:
         return {}
     return {"trial": os.path.relpath(os.path.dirname(directory), args.output_dir)}
-
-
-def _strategy(value: Any) -> str:
-    return str(getattr(value, "value", value))
 
 
 # ---- a checkpoint as a model

@@ -17,6 +17,7 @@ from holdfast.checkpointer.console import ResumeBlock
 from holdfast.errors import ConfigError
 from holdfast.state.data import stated
 from holdfast.state.data.batches import ResumableBatches, with_ranks_apart
+from holdfast.state.data.loaders import keeps_state
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
@@ -190,7 +191,7 @@ class HoldfastCallback(Grafted):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with the generators of the checkpoint, whatever was drawn since, and so do its loaders."""
         ended, self._ended = self._ended, []
-        known = [one for one in trainer.fit_loop._combined_loader.flattened if _keeps_state(one)]
+        known = [one for one in trainer.fit_loop._combined_loader.flattened if keeps_state(one)]
         with generators_kept():
             for number, loader in enumerate(known):
                 if isinstance(loader, EpochLoader):
@@ -396,7 +397,7 @@ def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
     Returns:
         (loader, None), or the loader as it is and why it cannot be resumed within an epoch.
     """
-    if _keeps_state(loader):
+    if keeps_state(loader):
         return loader, None
     name = type(loader).__name__
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -439,10 +440,6 @@ def ended_loaders(checkpoint: Mapping[str, Any]) -> list[Any]:
     if not batches or not batches["is_last_batch"]:
         return []
     return list(loops.get("state_dict", {}).pop("combined_loader", []))
-
-
-def _keeps_state(loader: Any) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def settle_progress(checkpoint: Mapping[str, Any], *, by_steps: bool) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from holdfast._optional import require
+from holdfast._units import listed
 
 _SHOWN = 3
 _SEEDS = 4  # that iterators of other loaders draw: of an evaluation after the save, say
@@ -97,7 +98,7 @@ def what_is_not_read(args: Any, state: Any) -> list[str]:
         )
     every = (getattr(args, "steps_per_generation", None) or 0) * (getattr(args, "num_iterations", None) or 1)
     taken = state.save_steps * args.gradient_accumulation_steps if every else 0
-    if every and _value(args.save_strategy) == "steps" and taken % every:
+    if every and strategy_name(args.save_strategy) == "steps" and taken % every:
         found.append(
             f"save_steps={state.save_steps:g} (x gradient_accumulation_steps={args.gradient_accumulation_steps}) is no "
             f"multiple of steps_per_generation x num_iterations={every}: completions in use are not saved, so a "
@@ -132,7 +133,7 @@ def resumed_otherwise(args: Any, state: Any, loader: Any) -> list[str]:
             "what the workers of the loader draw at random (masks, augmentation), if anything, differs until the next "
             "epoch begins"
         )
-    if _value(args.logging_strategy) == "steps" and (since := int(step % state.logging_steps)):
+    if strategy_name(args.logging_strategy) == "steps" and (since := int(step % state.logging_steps)):
         found.append(
             f"the first loss that is logged is the mean of {int(state.logging_steps) - since} steps instead of "
             f"{int(state.logging_steps)}"
@@ -225,7 +226,8 @@ class _Generators:
         return torch.equal(generator.get_state(), now.torch)
 
 
-def _value(strategy: Any) -> str:
+def strategy_name(strategy: Any) -> str:
+    """Return the text of a strategy of the arguments, an enum or its value."""
     return str(getattr(strategy, "value", strategy))
 
 
@@ -282,6 +284,4 @@ def _outside_of_adapters(args: Any, model: Any) -> list[str]:
 
 
 def _shown(found: Sequence[Any]) -> str:
-    names = [one if isinstance(one, str) else f"a tensor of shape {tuple(one.shape)}" for one in found]
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return listed((one if isinstance(one, str) else f"a tensor of shape {tuple(one.shape)}" for one in found), _SHOWN)

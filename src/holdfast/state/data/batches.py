@@ -29,7 +29,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import clone_of, is_map_loader
+from .loaders import clone_of, is_map_loader, keeps_state
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
 
@@ -493,11 +493,12 @@ class ResumableBatches:
                 self._replayed(drawn, batch)
 
     def _draw(self, iterator: Iterator[Any], *, first: Any = None) -> Iterator[Any]:
-        stream = self._stream if self._seed_samples else contextlib.nullcontext()
+        nothing = contextlib.nullcontext()
+        stream, around = self._stream if self._seed_samples else nothing, first or nothing
         while True:
-            with stream, first or contextlib.nullcontext():
+            with stream, around:
                 batch = next(iterator, _END)
-            first = None
+            around = nothing
             if batch is _END:
                 break
             self._samples += batch_length(batch) * self._world_size
@@ -642,7 +643,7 @@ def _kind(loader: Any) -> str:
             f"a {type(loader).__name__} of Accelerate does not tell its position: use holdfast.accelerate.Checkpointer("
             "path, accelerator), whose batches() takes it, or prepare it with use_stateful_dataloader=True (torchdata)"
         )
-    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    if keeps_state(loader):
         return "stateful"
     return "map" if is_map_loader(loader) else "count"
 

@@ -37,6 +37,11 @@ def is_map_loader(loader: Any) -> bool:
     )
 
 
+def keeps_state(loader: Any) -> bool:
+    """Tell whether a loader keeps its own position, in a ``state_dict`` that it takes back."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
 class IndexFeed:
     """The sampler of a clone: yields the indices of one epoch after another, so that workers can stay."""
 
