@@ -25,7 +25,8 @@ from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer as trainer_module
 from holdfast.trainers.function.config import CheckpointUploadMode
 from holdfast.trainers.function.engines.process_engine import ClusterEngine
-from holdfast.trainers.function.handoff import Unfinished
+from holdfast.trainers.function.handoff import Unfinished, remove_local
+from holdfast.trainers.function.worker import delivery
 from holdfast.writer.ingest.sources import put_incoming
 
 SYNC, ASYNC = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC
@@ -96,8 +97,9 @@ def test_the_driver_gets_it_through_the_store(root: Storage, tmp_path: Path, del
     assert {path.name for path in tmp_path.iterdir()} <= {"mine"}
 
 
-def test_in_the_background(root: Storage, tmp_path: Path) -> None:
-    """ASYNC: the caller's directory is gone at once; the word that it is in the store follows."""
+def test_in_the_background(root: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ASYNC: the caller's directory is gone at once; the word that it is in the store follows. The end waits for it."""
+    monkeypatch.setattr(delivery, "remove_local", lambda path: (time.sleep(0.3), remove_local(path)))
 
     def script(controller: Any, header: dict[str, Any]) -> None:
         if header["on"] == "part":

@@ -263,6 +263,11 @@ class Delivery:
         self._submit("values", stripped, answer["go"], index)
         return partial(self._link.committed, index)
 
+    def drain(self) -> None:
+        """Wait until what was brought and is committed is removed here: this process ends next, its threads with it."""
+        if self._sender is not None:
+            wait([self._sender.run(lambda: None)], timeout=self._begin["report_timeout_s"])
+
     def abandon(self, timeout_s: float) -> None:
         """Finish uploads in the background, as far as ``timeout_s`` allows; put the files of the others back."""
         deadline = time.monotonic() + timeout_s

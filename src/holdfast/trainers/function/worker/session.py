@@ -429,6 +429,7 @@ class Session:
             BaseException: what failed in the background and was not raised yet.
         """
         self._link.drain()
+        self._delivery.drain()
 
     def abandon(self, timeout_s: float = 10.0) -> None:
         """Send what is ready, after train_func has raised; never raises, takes ``timeout_s`` at most."""
