@@ -27,6 +27,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from holdfast._units import listed
 from holdfast.errors import ConfigError
 
 from .lives import (
@@ -677,7 +678,7 @@ def _account(trial: Trial) -> str:
         f"step {trial.newest}" if trial.newest else "none yet"
     )
     if kill.lost is not None:
-        text += f", power cut ({', '.join(kill.lost[:3]) or 'nothing'} lost bytes)"
+        text += f", power cut ({listed(kill.lost, 3) or 'nothing'} lost bytes)"
     if trial.refused:
         return f"{text}; {trial.refused}"
     return f"{text}; went on from {'no known state' if trial.began is None else f'step {trial.began}'}"

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from holdfast._units import listed
+
 BESIDE = "not in the state"
 """First part of the paths of items for modules that train beside a state; compared where both lives have them."""
 
@@ -530,7 +532,7 @@ def _of_resume(found: Difference) -> Iterator[str]:
     owners = (*found.objects, "holdfast")
     if names := [path for path in paths if path.partition("/")[0] not in owners]:
         yield (
-            f"{', '.join(names[:5])}: a plain value (a number, text, list, tensor) is saved and did not come back into "
+            f"{listed(names)}: a plain value (a number, text, list, tensor) is saved and did not come back into "
             "the state. Keep it in the mapping alone (ck.state['best'] = ...) instead of a variable beside it, and "
             "read it from there after entering, or put it into an object with state_dict and load_state_dict"
         )
