@@ -634,7 +634,7 @@ class _Watch:
 
     def is_finishing(self) -> bool:
         """Whether the owner shows that it works, and its trainer is gone: it gives the lease back when it is done."""
-        return self.owner is not None and self._moved and not self._is_stale and not self.is_alive()
+        return self.owner is not None and not self._is_stale and not self.is_alive()
 
 
 def _named(file: str, of: str) -> str:
