@@ -19,6 +19,7 @@ from holdfast._log import get_logger
 from holdfast.errors import ConfigError, SessionError
 from holdfast.run.data_ring import BatchSpan
 from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
+from holdfast.state.data.loaders import unwrapped
 
 from .ledger import DataLedger, LeftOut
 
@@ -705,7 +706,8 @@ class Batches:
         ask: Callable[[], None],
         epoch_done: Callable[[int], None],
     ) -> None:
-        self._progress, self._loader, self._name = progress, loader, name
+        self._progress, self._name = progress, name
+        self._loader, self._move = unwrapped(loader)
         self._split, self._ahead = split, ahead
         self._ask, self._epoch_done = ask, epoch_done
         self._pass: ResumableBatches | None = None
@@ -755,7 +757,7 @@ class Batches:
             progress.failed(name, error)
             raise
         progress.drew(name, self._loader, batch)
-        return batch
+        return batch if self._move is None else self._move(batch)
 
     def __del__(self) -> None:
         if self._drawn is not None and not self._ended:

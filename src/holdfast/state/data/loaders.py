@@ -2,6 +2,8 @@
 
 `clone_of` makes a loader that takes its indices from an `IndexFeed` and draws no global random numbers.
 
+`unwrapped` takes the loader out of the wrapper that Lightning Fabric puts around it.
+
 `PersistentWorkerSeeds` is for loaders that a script iterates itself: torch draws the seed of their workers from its
 global generator when it makes an iterator, in each epoch, or with ``persistent_workers=True`` once in a process
 (`torch.utils.data.dataloader`, as of torch 2.13). A resumed process makes the iterator again, so it would draw from the
@@ -11,9 +13,10 @@ generator of their own.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +43,19 @@ def is_map_loader(loader: Any) -> bool:
 def keeps_state(loader: Any) -> bool:
     """Tell whether a loader keeps its own position, in a ``state_dict`` that it takes back."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def unwrapped(loader: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """Return the loader that ``Fabric.setup_dataloaders`` has wrapped, and what moves its batches to the device.
+
+    The wrapper counts the epochs of its process for the sampler, from 0 in each, and has no position; of the loader
+    within both are known. Any other loader is returned as it is, with None.
+    """
+    inner = vars(loader).get("_dataloader") if type(loader).__name__ == "_FabricDataLoader" else None
+    if inner is None:
+        return loader, None
+    device, move = loader.device, sys.modules[type(loader).__module__].move_data_to_device
+    return inner, None if device is None else lambda batch: move(batch, device)
 
 
 class IndexFeed:
