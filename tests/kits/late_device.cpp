@@ -8,7 +8,6 @@
 // streams that `record_stream` named. `late_device.py` builds this file and gives it its Python side.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -30,6 +29,11 @@
 #include <random>
 #include <thread>
 #include <unordered_map>
+
+namespace at::autocast {  // by hand: their header brings half of all of torch's, and twice the time to compile
+TORCH_API Tensor cached_cast(ScalarType, const Tensor&, DeviceType);
+TORCH_API ScalarType get_autocast_dtype(DeviceType);
+}  // namespace at::autocast
 
 namespace {
 using c10::Device;
@@ -309,6 +313,16 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// Under autocast: what torch's own kernels for its devices do, for any operation.
+template <bool kLower>
+void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastPrivateUse1);
+  const auto dtype = kLower ? at::autocast::get_autocast_dtype(kType) : at::kFloat;
+  for (auto at = stack->size() - op.schema().arguments().size(); at < stack->size(); ++at)
+    if ((*stack)[at].isTensor()) (*stack)[at] = at::autocast::cached_cast(dtype, (*stack)[at].toTensor(), kType);
+  op.callBoxed(stack);
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (inside) {
     on_host(to).copy_(on_host(from));
@@ -448,9 +462,9 @@ void record_stream(at::Tensor& tensor, Stream stream) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(mse_loss, fp32)
+  m.impl("mm", torch::CppFunction::makeFromBoxedFunction<&autocast<true>>());
+  m.impl("linear", torch::CppFunction::makeFromBoxedFunction<&autocast<true>>());
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&autocast<false>>());
 }
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }

@@ -7,6 +7,7 @@ nobody waits for is not done: a copy with ``non_blocking=True`` shows a pattern 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -53,12 +54,18 @@ def load() -> types.ModuleType:
 def _build() -> Path:
     key = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + sysconfig.get_platform().encode())
     target = _FOLDER / f"{key.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, the others wait for it
+        if not target.exists():
+            _compile(target)
+    return target
+
+
+def _compile(target: Path) -> None:
     root = Path(torch.__file__).parent
     folders = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    _FOLDER.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_suffix(f".{os.getpid()}")  # several processes may build at once; the last one wins
+    fresh = target.with_suffix(f".{os.getpid()}")
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", str(_SOURCE), "-o", str(fresh)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     command += [f"-I{folder}" for folder in folders]
@@ -67,7 +74,6 @@ def _build() -> Path:
     if done.returncode:
         raise RuntimeError(f"{_SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
     fresh.replace(target)
-    return target
 
 
 def _device_module(library: ctypes.PyDLL) -> types.ModuleType:
