@@ -131,6 +131,6 @@ class NoSync(FaultyOps):
 
 
 def test_the_kit_notices_a_missing_fsync(tmp_path):
-    """Without fsync of the files some state loses a promised checkpoint: the kit is able to fail."""
+    """Without fsync of the files some state of the sample loses a promised checkpoint: it is able to fail."""
     with pytest.raises(AssertionError, match="promised"):
-        cut(tmp_path, "overwrite", 400, NoSync(record=True))
+        cut(tmp_path, "overwrite", NUM_STATES["default"], NoSync(record=True))

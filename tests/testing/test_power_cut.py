@@ -140,6 +140,17 @@ def test_max_states(tmp_path):
     assert few == list(power_cut_states(ops.log, before, max_states=len(ops.log) + 1, seed=3))
 
 
+def test_few_states_of_a_long_log_lose_something(tmp_path):
+    """Fewer than there are moments: some moments, each with what may be lost then, and never more states than asked."""
+    before, ops = snapshot(tmp_path), FaultyOps(record=True)
+    save(str(tmp_path), ops)
+    few = list(power_cut_states(ops.log, before, max_states=len(ops.log) // 2))
+    assert len(ops.log) // 5 <= len(few) <= len(ops.log) // 2
+    assert few[-1].num_done == sum(operation.name != "mark" for operation in ops.log)
+    done = [one.num_done for one in few]
+    assert len(done) > len(set(done)), "one state of a moment is that where everything arrived"
+
+
 def test_a_tree_changed_behind_the_log(tmp_path):
     """A file that the log does not know is an error, not a wrong model."""
     before, ops = snapshot(tmp_path), FaultyOps(record=True)

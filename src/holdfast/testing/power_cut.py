@@ -29,6 +29,7 @@ from .faults import Operation
 
 _ALL_SUBSETS_UP_TO = 5
 _RANDOM_CHOICES = 16
+_AT_LEAST = 3  # states of each moment that is looked at: everything arrived, nothing did, one in between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +245,8 @@ def power_cut_states(
     Args:
         log: of `FaultyOps` with ``record=True``.
         base: `snapshot` of a directory that holds all paths of the log, taken before the first of them.
-        max_states: about how many states at most, spread evenly over the log.
+        max_states: about how many states at most, spread evenly over the log: three or more of each moment, of fewer
+            moments where the log is long.
         seed: of the choice.
 
     Example:
@@ -259,9 +261,14 @@ def power_cut_states(
     tree = _LiveTree(base)
     events = [tree.event(operation) for operation in log]
     chance = random.Random(seed)
-    budget = None if max_states is None else max(1, max_states // (len(events) + 1))
+    moments, budget = list(range(len(events) + 1)), None
+    if max_states is not None:
+        budget = max(_AT_LEAST, max_states // len(moments))
+        last = max(1, max_states // budget - 1)  # evenly spaced, with the first and the last one
+        if last < len(events):
+            moments = [round(number * len(events) / last) for number in range(last + 1)]
     seen: set[tuple[bytes, tuple[str, ...], bool]] = set()
-    for num_events in range(len(events) + 1):
+    for num_events in moments:
         done = events[:num_events]
         num_done = sum(event.mark is None for event in done)
         marks = tuple(event.mark for event in done if event.mark is not None)
