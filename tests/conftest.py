@@ -62,8 +62,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 _HERE = Path(__file__).parent
 _FOLDERS = [_HERE / folder for folder in ("kits", "crash", "trainers/loop")]
 _CASES = (
-    "crash/crash_scenarios", "crash/sleeper_scenarios", "kits/guard_training", "ranks/fault_cases", "ranks/joint_cases",
-    "ranks/rescue_cases", "remote/staged_rank_cases", "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
+    "crash/crash_scenarios", "crash/sleeper_scenarios", "frameworks/shared/shard_cases", "kits/guard_training",
+    "ranks/fault_cases", "ranks/joint_cases", "ranks/rescue_cases", "remote/staged_rank_cases",
+    "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
 )  # fmt: skip
 
 
@@ -90,11 +91,15 @@ def ranks() -> Iterator[RankServer]:
 # keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
 _IN_MEMORY = (
     "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py",
-    "loops/", "page/", "run/", "test_docs.py",
+    "frameworks/shared/", "loops/", "page/", "remote/", "run/", "test_docs.py",
 )  # fmt: skip
 _ON_DISK = ("checkpointer/test_rescue.py",)
 _MEMORY = Path("/dev/shm")
 _ROOM = 2 << 30
+
+
+def _file_of(request: pytest.FixtureRequest) -> str:
+    return request.path.relative_to(_HERE).as_posix()
 
 
 def _is_quick(request: pytest.FixtureRequest) -> bool:
@@ -111,7 +116,7 @@ def _memory() -> Iterator[Path]:
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder of the test's own; in memory for some tests."""
-    file = request.path.relative_to(_HERE).as_posix()
+    file = _file_of(request)
     is_light = file.startswith(_IN_MEMORY) and not file.startswith(_ON_DISK)
     if not (is_light and _is_quick(request) and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ROOM):
         yield request.getfixturevalue("tmp_path")
@@ -121,9 +126,10 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 # Where quick tests start writers by the dozen, about what these do: their modules take longer than most saves.
-_FOLDERS_OF_WRITERS = {
-    "checkpoint", "checkpointer", "cli", "crash", "loops", "page", "remote", "run", "single_files", "trainers",
-}  # fmt: skip
+_FOLDERS_OF_WRITERS = (
+    "checkpoint/", "checkpointer/", "cli/", "crash/", "frameworks/shared/", "loops/", "page/", "remote/", "run/",
+    "single_files/", "trainers/",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +144,7 @@ def writers() -> Iterator[LastingServer]:
 @pytest.fixture(autouse=True)
 def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Writers that the quick tests of some folders start have their modules; all others are started as ever."""
-    if request.path.relative_to(_HERE).parts[0] not in _FOLDERS_OF_WRITERS or not _is_quick(request):
+    if not _file_of(request).startswith(_FOLDERS_OF_WRITERS) or not _is_quick(request):
         yield
         return
     from forked_kit import WRITERS, forked_interpreters

@@ -4,7 +4,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torchmetrics
 from state_kit import assert_same, memory_uri, net, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -172,6 +171,7 @@ def test_a_part_of_an_object_is_loaded(choice, loaded):
 
 def test_a_part_of_a_metric_and_of_a_scheduler_is_loaded():
     """The learning rate that the script gives now counts, and not the stored one; a metric keeps one of its sums."""
+    import torchmetrics
 
     def make(rate, updates):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=rate)
@@ -278,6 +278,8 @@ def test_object_loads_into_its_state_dict_in_place():
 
 
 def metrics():
+    import torchmetrics
+
     return {
         "mean": torchmetrics.MeanMetric(),
         "list": torchmetrics.CatMetric(),
@@ -588,6 +590,8 @@ def test_module_on_the_meta_device_is_materialised():
 
 def test_a_metric_takes_no_state_that_it_does_not_have():
     """A name that is a method or an attribute of Python is left alone, and listed: a checkpoint may name anything."""
+    import torchmetrics
+
     metric = torchmetrics.MeanMetric()
     hostile = {
         "": {"compute": torch.ones(1), "__class__": torch.ones(1), "_computed": torch.ones(1), "_update_count": 3}

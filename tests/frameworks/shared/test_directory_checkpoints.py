@@ -257,6 +257,7 @@ def test_what_cannot_be_kept(tmp_path: Path) -> None:
             DirectoryCheckpoints(tmp_path / "run", **wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("forked")
 def test_killed_trainer(tmp_path: Path) -> None:
     """A trainer killed right after `add` has its checkpoint committed; the next start removes what it staged."""
     script = tmp_path / "train.py"

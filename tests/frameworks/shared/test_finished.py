@@ -46,6 +46,7 @@ def report_in_every_way(config: dict[str, Any]) -> None:
     torch.distributed.barrier()  # rank 0 holds the store through which the ranks meet
 
 
+@pytest.mark.usefixtures("forked")
 def test_every_way(tmp_path: Path) -> None:
     """Read where they are, taken away, cloned, from each rank its own, from another disk: all files arrive in `inner`.
 

@@ -41,6 +41,7 @@ def report_both_ways(config):
     hf.report({"epoch": 3})
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_rank_or_all(tmp_path: Path) -> None:
     """Rank 0's files make a checkpoint, or with ``sharded`` those of all; a failure is heard by all ranks.
 

@@ -20,12 +20,6 @@ from holdfast.testing import FaultyStorage
 CASES = f"{Path(__file__).with_name('shard_cases.py')}:"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankServer]:
-    with RankServer(preload=[CASES[:-1]]) as server:
-        yield server
-
-
 def test_killed(ranks: RankServer, tmp_path: Path) -> None:
     """Both ranks are killed after a save; it is committed all the same, all go on from it, and the best stays."""
     run = tmp_path / "run"
