@@ -156,6 +156,15 @@ def forked(ranks: RankServer) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def all_forked(ranks: RankServer) -> Iterator[None]:
+    """The same for all of a module, with what its own fixtures start once for all tests."""
+    from forked_kit import forked_interpreters
+
+    with forked_interpreters(ranks):
+        yield
+
+
 def pytest_unconfigure() -> None:
     if "object_kit" in sys.modules:
         sys.modules["object_kit"].end_servers()
