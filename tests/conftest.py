@@ -90,9 +90,9 @@ def ranks() -> Iterator[RankServer]:
 # keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
 _IN_MEMORY = (
     "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py",
-    "loops/", "page/", "run/", "test_docs.py",
+    "loops/", "page/", "run/", "test_docs.py", "trainers/loop/",
 )  # fmt: skip
-_ON_DISK = ("checkpointer/test_rescue.py",)
+_ON_DISK = ("checkpointer/test_rescue.py", "trainers/loop/test_loop_ranks.py", "trainers/loop/test_loop_saver.py")
 _MEMORY = Path("/dev/shm")
 _ROOM = 2 << 30
 
