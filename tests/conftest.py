@@ -91,9 +91,9 @@ def ranks() -> Iterator[RankServer]:
 # keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
 _IN_MEMORY = (
     "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py",
-    "frameworks/shared/", "loops/", "page/", "remote/", "run/", "test_docs.py",
+    "frameworks/shared/", "loops/", "page/", "remote/", "run/", "test_docs.py", "trainers/loop/",
 )  # fmt: skip
-_ON_DISK = ("checkpointer/test_rescue.py",)
+_ON_DISK = ("checkpointer/test_rescue.py", "trainers/loop/test_loop_ranks.py", "trainers/loop/test_loop_saver.py")
 _MEMORY = Path("/dev/shm")
 _ROOM = 2 << 30
 
@@ -156,6 +156,15 @@ def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def forked(ranks: RankServer) -> Iterator[None]:
     """Interpreters that a test, or all of a module, starts have torch: `pytest.mark.usefixtures("forked")`."""
+    from forked_kit import forked_interpreters
+
+    with forked_interpreters(ranks):
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_forked(ranks: RankServer) -> Iterator[None]:
+    """The same for all of a module, with what its own fixtures start once for all tests."""
     from forked_kit import forked_interpreters
 
     with forked_interpreters(ranks):

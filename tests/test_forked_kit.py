@@ -99,6 +99,22 @@ def test_a_fork_of_a_test_starts_real_ones(ranks: RankServer) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
 
 
+def test_a_fork_may_fork_what_it_starts(ranks: RankServer) -> None:
+    """With its modules; what that one starts is real again."""
+    last = "import sys; print('torch' in sys.modules, end=' ', flush=True)"
+    middle = f"import subprocess, sys, string; {last}; subprocess.run([sys.executable, '-c', {last!r}])"
+    code = f"""
+import forked_kit, subprocess, sys, string
+string.mark = "kept"
+with forked_kit.forks_itself():
+    subprocess.run([sys.executable, "-c", {f"{middle}; print(string.mark)"!r}])
+subprocess.run([sys.executable, "-c", {last!r}])
+"""
+    with forked_interpreters(ranks):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True False kept\nFalse "
+
+
 def test_a_forked_writer_is_as_a_new_one_but_for_its_modules(
     ranks: RankServer, writers: LastingServer, tmp_path: Path
 ) -> None:

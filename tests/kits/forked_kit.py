@@ -7,6 +7,8 @@ with environment, folder, path, arguments, umask, descriptors and session of its
 It is a child of this process like any other. Four things differ: modules are there before their import, at the end
 nothing is taken apart after the exit functions, limits (`setrlimit`) and priority are those of the process that was
 forked, and so are command line and environment in /proc. What is about one of these starts a real interpreter.
+
+Such a fork starts real ones itself; while `forks_itself` holds in it, these are forks, too, of the process as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -27,6 +30,7 @@ import sys
 import sysconfig
 import threading
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,27 +38,41 @@ from unittest import mock
 
 from ranks_kit import LastingServer
 
-__all__ = ["WRITERS", "forked_interpreters"]
+__all__ = ["WRITERS", "forked_interpreters", "forks_itself"]
 
 WRITERS = ("-I", "-S")  # the options of a writer's interpreter (`holdfast.writer.conversation`)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIMIT_S = 60.0
 _TESTS = str(Path(__file__).resolve().parents[1])
+_REAL = subprocess.Popen
 _numbers = itertools.count()
 _one_at_a_time = threading.Lock()
 
 
 @contextlib.contextmanager
-def forked_interpreters(server: LastingServer, options: tuple[str, ...] = ()) -> Iterator[None]:
+def forked_interpreters(server: LastingServer | _Itself, options: tuple[str, ...] = ()) -> Iterator[None]:
     """Fork interpreters that are started with just these options from the server, until the block ends."""
     servers = {**getattr(subprocess.Popen, "servers", {}), options: server}
     with mock.patch.object(subprocess, "Popen", type("Popen", (_ForkedPopen,), {"servers": servers})):
         yield
 
 
+@contextlib.contextmanager
+def forks_itself() -> Iterator[None]:
+    """Fork interpreters that are started without options from this process, which is a fork itself."""
+    with forked_interpreters(_Itself()):
+        yield
+
+
+class _Itself:
+    """Stands where a server does."""
+
+    is_alive = True
+
+
 class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    servers: dict[tuple[str, ...], LastingServer]
+    servers: dict[tuple[str, ...], LastingServer | _Itself]
 
     def __init__(self, args: Any, *others: Any, **options: Any) -> None:
         self._has_session = bool(options.get("start_new_session"))
@@ -84,7 +102,8 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             "fds": list(pass_fds),
         }
         streams = [own if fd == -1 else fd for fd, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
-        self.pid = _fork(server, order, [*streams, *pass_fds])
+        start = _fork_here if isinstance(server, _Itself) else functools.partial(_fork, server)
+        self.pid = start(order, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -116,6 +135,22 @@ def _fork(server: LastingServer, order: dict[str, Any], fds: list[int]) -> int:
     return pid
 
 
+def _fork_here(order: dict[str, Any], fds: list[int]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: those hold nothing of use
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        subprocess.Popen = _REAL  # type: ignore[misc]
+        status = _be_interpreter(order, fds)
+    finally:
+        os._exit(status)
+
+
 def _umask() -> int:
     """Return ours; asked for by `os.umask` it would be another one for a moment, for all threads."""
     with contextlib.suppress(OSError):  # a test may take /proc away
@@ -140,16 +175,15 @@ def fork_interpreter(address: str) -> int:
         return pid
     status = 1
     try:
-        status = _be_interpreter(address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
+            there.connect(address)
+            told, received, _, _ = socket.recv_fds(there, 1 << 20, 64)
+        status = _be_interpreter(json.loads(told), received)
     finally:
         os._exit(status)
 
 
-def _be_interpreter(address: str) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
-        there.connect(address)
-        told, received, _, _ = socket.recv_fds(there, 1 << 20, 64)
-    order = json.loads(told)
+def _be_interpreter(order: dict[str, Any], received: Sequence[int]) -> int:
     if order["has_session"]:
         os.setsid()
     _take_descriptors(received, [0, 1, 2, *order["fds"]])

@@ -20,6 +20,7 @@ from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer
 from holdfast.trainers.function.engines.process_engine import ClusterEngine
 
+pytestmark = pytest.mark.usefixtures("forked")
 LIMIT_S = 90.0
 Fit = Callable[..., TorchTrainer]
 

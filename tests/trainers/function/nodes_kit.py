@@ -20,11 +20,21 @@ from holdfast.trainers.function.engines.agent import AgentCall
 from holdfast.trainers.function.engines.agents import AgentFailed, NodeEvent, NodePlace, PlacesChanged, missing_module
 
 _MARK = "HOLDFAST_FAKE_NODE"
-_AGENT = """
+_NAME = "HOLDFAST_FAKE_NODE_NAME"
+_START = """
 import json, sys
 from holdfast.trainers.function.engines.agent import AgentCall, run_agent
-run_agent(AgentCall(**json.loads(sys.argv[1])))
 """
+_RUN = "run_agent(AgentCall(**json.loads(sys.argv[1])))\n"
+# Forked from a process with torch it forks its zygote, too. For forks /proc has the environment of the process that was
+# forked, but the name that was given.
+_FORKED = f"""
+import os
+from pathlib import Path
+from forked_kit import forks_itself
+Path("/proc/self/comm").write_text(os.environ.pop({_NAME!r}))
+with forks_itself():
+    {_RUN}"""
 
 
 class Wire:
@@ -95,6 +105,7 @@ class FakeNodes:
         launched: nodes in the order in which agents were started.
         preludes: code that an agent runs first, by node.
         environments: variables of a node, by node.
+        options: of the interpreters of agents; those with any are never forked (`forked_kit`).
         refused: nodes that cannot run workers, as the engine found.
         used: numbers of the places that a group has.
         wires: what stands between the driver and the agent of a node.
@@ -114,6 +125,7 @@ class FakeNodes:
         self._seen: list[str] = []
         self._mark = uuid.uuid4().hex
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.options: tuple[str, ...] = ()
         self.launched: list[str] = []
         self._numbers: dict[int, subprocess.Popen[bytes]] = {}
         self._post: Callable[[NodeEvent], Any] = lambda _: None
@@ -148,14 +160,12 @@ class FakeNodes:
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         wire = self.wires[node] = Wire(call.port)
         self._all_wires.append(wire)
+        is_forked = self.options in getattr(subprocess.Popen, "servers", {})
+        code = self.preludes.get(node, "") + _START + (_FORKED if is_forked else _RUN)
+        marks = {_MARK: f"{self._mark}-{node}", _NAME: self._name(node)}
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                self.preludes.get(node, "") + _AGENT,
-                json.dumps(asdict(replace(call, port=wire.port))),
-            ],
-            env={**os.environ, "PYTHONPATH": paths, **self.environments.get(node, {}), _MARK: f"{self._mark}-{node}"},
+            [sys.executable, *self.options, "-c", code, json.dumps(asdict(replace(call, port=wire.port)))],
+            env={**os.environ, "PYTHONPATH": paths, **self.environments.get(node, {}), **marks},
             stderr=subprocess.PIPE,
         )
         self.agents[node] = self._numbers[call.number] = process
@@ -206,11 +216,19 @@ class FakeNodes:
     def processes(self, node: str) -> list[int]:
         """Find everything that descends from the agent of a node."""
         found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        mark = f"{_MARK}={self._mark}-{node}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if f"{_MARK}={self._mark}-{node}".encode() in entry.read_bytes().split(b"\0"):
-                    found.append(int(entry.parent.name))
+                if (
+                    mark in (entry / "environ").read_bytes().split(b"\0")
+                    or (entry / "comm").read_text() == f"{self._name(node)}\n"
+                ):
+                    found.append(int(entry.name))
         return found
+
+    def _name(self, node: str) -> str:
+        """Return what forks of a node are called: as many characters as the system keeps."""
+        return f"{node}-{self._mark}"[:15]
 
     def drain(self, node: str, seconds: float = 30.0) -> None:
         """Announce that a node goes."""

@@ -22,6 +22,7 @@ from holdfast.trainers.function.engine import Capacity, Exited, Started, Unable
 from holdfast.trainers.function.engines.agents import PlacesChanged
 from holdfast.trainers.function.engines.process_engine import ClusterEngine
 
+pytestmark = pytest.mark.usefixtures("all_forked")
 ENTRY = "engine_peer:serve"
 ELSEWHERE = """
 import holdfast.trainers.function.engines.agent as agent
@@ -104,6 +105,7 @@ def test_another_version_of_holdfast_is_refused(nodes: FakeNodes) -> None:
 def test_a_node_without_metadata_of_the_package(nodes: FakeNodes) -> None:
     """A package that lies on PYTHONPATH, or that a job brings (py_modules), has no dist-info: nodes train with it."""
     nodes.preludes = dict.fromkeys("ab", BARE)
+    nodes.options = ("-u",)  # as on a cluster: nothing is there before its import
     engine = ClusterEngine(nodes, entry=ENTRY)
     try:
         driver = Driver(engine)

@@ -29,6 +29,7 @@ from holdfast.trainers.function.handoff import Unfinished, remove_local
 from holdfast.trainers.function.worker import delivery
 from holdfast.writer.ingest.sources import put_incoming
 
+pytestmark = pytest.mark.usefixtures("all_forked")
 SYNC, ASYNC = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC
 HOME = f".incoming-{START_ID}/1-0"
 

@@ -181,6 +181,7 @@ def test_processes_that_a_worker_forks_do_not_keep_it_alive(driver: Driver) -> N
 # ---- deaths of the zygote and of the driver
 
 
+@pytest.mark.usefixtures("forked")
 def test_workers_outlive_the_zygote(driver: Driver, engine: LocalEngine) -> None:
     """They go on; only their status is not known at their end, and that is told. The next start works."""
     driver.start(2)
@@ -196,11 +197,13 @@ def test_workers_outlive_the_zygote(driver: Driver, engine: LocalEngine) -> None
     assert driver.run(0, lambda channel, facts: "again") == "again"
 
 
+@pytest.mark.usefixtures("forked")
 def test_zygote_killed_before_it_has_forked() -> None:
     """Workers that were asked for and never started are told as exited, with the reason; then it works again."""
     engine = LocalEngine(entry="engine_peer:serve")
     driver = Driver(engine)
     try:
+        os.kill(zygote_pid(engine), signal.SIGSTOP)
         driver.begin(2)
         os.kill(zygote_pid(engine), signal.SIGKILL)
         ends = [driver.next(Exited) for _ in (0, 1)]
@@ -211,6 +214,7 @@ def test_zygote_killed_before_it_has_forked() -> None:
         engine.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_zygote_killed_while_nothing_ran() -> None:
     """The next start begins with a new one at once."""
     engine = LocalEngine(entry="engine_peer:serve")
@@ -286,9 +290,11 @@ def test_nothing_survives_the_driver(tmp_path: Path) -> None:
 INTERRUPT_SCRIPT = """
 import os, signal, sys, time
 from engine_kit import *
+from forked_kit import forks_itself
 from holdfast.trainers.function.engines.process_engine import LocalEngine
 
-engine = LocalEngine(entry="engine_peer:serve")
+with forks_itself():
+    engine = LocalEngine(entry="engine_peer:serve")
 driver = Driver(engine)
 pids = driver.start(1)
 try:
@@ -300,6 +306,7 @@ engine.close()
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_interrupt_does_not_reach_workers(tmp_path: Path) -> None:
     """A Ctrl-C signals the driver's process group; workers and zygote are in others."""
     with run_script(tmp_path, INTERRUPT_SCRIPT, start_new_session=True) as driver:

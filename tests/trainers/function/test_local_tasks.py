@@ -17,6 +17,8 @@ from holdfast.errors import TrainingError
 from holdfast.trainers.function.engine import TaskEnded
 from holdfast.trainers.function.engines.process_engine import LocalEngine
 
+pytestmark = pytest.mark.usefixtures("all_forked")
+
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:

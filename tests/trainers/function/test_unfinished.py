@@ -223,6 +223,7 @@ def on_a_node(storage: LocalStorage) -> ClusterEngine:
     return ClusterEngine(FakeNodes(a=1), entry="engine_peer:serve", storage=storage)
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("make", [on_this_machine, on_a_node])
 def test_a_group_that_begins_ends_the_work_for_the_one_before(
     tmp_path: Path, directory: Path, make: Callable[[LocalStorage], Any]

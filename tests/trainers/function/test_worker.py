@@ -20,6 +20,7 @@ from holdfast.trainers.function.engines.process_engine import LocalEngine
 from holdfast.trainers.function.transit import error_from_wire, pack_call, takes_config
 from holdfast.trainers.function.worker.main import Group
 
+pytestmark = pytest.mark.usefixtures("all_forked")
 HERE = Path(__file__).parent
 
 
