@@ -20,10 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast._version import code_id
 from holdfast.testing.faults import ForkServer, Outcome, _find
 
 _HERE = str(Path(__file__).resolve())
 _LIMIT_S = 150.0  # of what takes seconds where nobody else has the cores
+
+if __name__.startswith("_holdfast_case_"):  # in the server: else each rank would read all sources for it
+    code_id()
 
 
 class LastingServer(ForkServer):

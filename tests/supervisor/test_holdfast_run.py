@@ -283,9 +283,9 @@ def test_a_life_that_hangs_tells_what_was_committed_meanwhile(tmp_path: Path) ->
     script = """
 import sys, time
 from pathlib import Path
-import holdfast, torch
 here = Path(sys.argv[1])
 if (here / "run" / "run.json").exists(): sys.exit(0)
+import holdfast, torch
 with holdfast.Checkpointer(here / "run", {"w": torch.zeros(4)}, every=3) as ck:
     for _ in range(3): ck.step()
     time.sleep(60)
