@@ -17,7 +17,9 @@ from ranks_kit import LastingServer, RankServer
 import holdfast as hf
 
 LOOK = """
-import atexit, json, os, sys, threading
+import atexit, json, os, sys, threading, weakref
+threading.kept = threading.Event()
+weakref.finalize(threading.kept, print, "finalizer")
 print(json.dumps({
     "torch": "torch" in sys.modules, "arguments": sys.argv, "first path": sys.path[:2], "name": __name__,
     "folder": os.getcwd(), "environment": dict(os.environ), "leads": os.getsid(0) == os.getpid(),

@@ -31,6 +31,7 @@ import sysconfig
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _LIMIT_S = 60.0
 _TESTS = str(Path(__file__).resolve().parents[1])
 _REAL = subprocess.Popen
 _numbers = itertools.count()
+_kept: list[Any] = []
 _one_at_a_time = threading.Lock()
 
 
@@ -220,6 +222,7 @@ def _take_descriptors(received: Sequence[int], wanted: Sequence[int]) -> None:
 
 def _run(program: list[str], *, is_isolated: bool) -> int:
     is_code = program[0] == "-c"
+    first = next(weakref.finalize._index_iter)  # type: ignore[attr-defined]
     if is_isolated:
         library = sysconfig.get_path("stdlib")
         sys.path[:] = [path for path in sys.path if path == library or path.endswith((".zip", "/lib-dynload"))]
@@ -243,6 +246,7 @@ def _run(program: list[str], *, is_isolated: bool) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
+    _leave_finalizers(first)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -251,3 +255,10 @@ def _run(program: list[str], *, is_isolated: bool) -> int:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
+
+
+def _leave_finalizers(first: int) -> None:
+    """Forget what the process that was forked would do at its own end: to take torch's operators apart takes long."""
+    finalize: Any = weakref.finalize
+    _kept.append(finalize._registry)
+    finalize._registry = {one: info for one, info in finalize._registry.items() if info.index >= first}
