@@ -22,7 +22,7 @@ FOUND: list[tuple[str, int]] = [
     ("state", 4), ("state", 10), ("state", 18), ("state", 30), ("state", 41), ("rank", 42), ("rank", 54), ("rank", 344),
     ("state", 2154), ("index", 136), ("reports", 11),
 ]  # fmt: skip
-FEW = 30  # of each kind of file, in the main suite
+FEW = 20  # of each kind of file, in the main suite
 MANY = 2600  # 8 * 2600 = 20 800 with every use of a run
 
 

@@ -329,11 +329,11 @@ def use(run: Path, what: str = "", *, commands: bool = False) -> list[str]:
     """
     home = newest(run)
     name, storage = home.name, LocalStorage(run)
-    state = live()
-    weights = {key: value.clone() for key, value in state["model"].state_dict().items()}
     told = []
 
     def into_live() -> None:
+        state = live()
+        weights = {key: value.clone() for key, value in state["model"].state_dict().items()}
         try:
             hf.load(home, into=state, skip=["holdfast"])
         except hf.CheckpointError:
