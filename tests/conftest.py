@@ -64,9 +64,8 @@ _HERE = Path(__file__).parent
 _FOLDERS = [_HERE / folder for folder in ("kits", "crash", "trainers/loop")]
 _CASES = (
     "crash/crash_scenarios", "crash/handed_scenarios", "crash/sleeper_scenarios", "frameworks/shared/shard_cases",
-    "kits/guard_training",
-    "ranks/fault_cases", "ranks/joint_cases", "ranks/rescue_cases", "remote/staged_rank_cases",
-    "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
+    "kits/guard_training", "ranks/fault_cases", "ranks/joint_cases", "ranks/rescue_cases",
+    "remote/staged_rank_cases", "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
 )  # fmt: skip
 
 
@@ -82,9 +81,7 @@ def ranks() -> Iterator[RankServer]:
     """One server of ranks, and of single processes, for each process of tests."""
     from ranks_kit import RankServer
 
-    with RankServer(
-        preload=["docs_kit", "forked_kit", *(str(_HERE / f"{case}.py") for case in _CASES)], path=_FOLDERS
-    ) as one:
+    with RankServer(preload=["docs_kit", *(str(_HERE / f"{case}.py") for case in _CASES)], path=_FOLDERS) as one:
         yield one
 
 
@@ -130,8 +127,8 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 # Where quick tests start writers by the dozen, about what these do: their modules take longer than most saves.
 _FOLDERS_OF_WRITERS = (
-    "checkpoint/", "checkpointer/", "cli/", "crash/", "frameworks/shared/", "loops/", "page/", "remote/", "run/",
-    "single_files/", "trainers/",
+    "checkpoint/", "checkpointer/", "cli/", "crash/", "frameworks/shared/", "loops/", "page/", "ranks/", "remote/",
+    "run/", "single_files/", "test_docs.py", "trainers/",
 )  # fmt: skip
 
 
