@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ranks_kit import LastingServer, RankServer
+    from forked_kit import WriterServer
+    from ranks_kit import RankServer
 
 # Started in the background of a script, pytest would hand its deaf ear for Ctrl-C on to the processes under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -62,8 +63,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 _HERE = Path(__file__).parent
 _FOLDERS = [_HERE / folder for folder in ("kits", "crash", "trainers/loop")]
 _CASES = (
-    "crash/crash_scenarios", "crash/sleeper_scenarios", "kits/guard_training", "ranks/fault_cases", "ranks/joint_cases",
-    "ranks/rescue_cases", "remote/staged_rank_cases", "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
+    "crash/crash_scenarios", "crash/handed_scenarios", "crash/sleeper_scenarios", "kits/guard_training",
+    "ranks/fault_cases", "ranks/joint_cases", "ranks/rescue_cases", "remote/staged_rank_cases",
+    "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
 )  # fmt: skip
 
 
@@ -89,7 +91,8 @@ def ranks() -> Iterator[RankServer]:
 # storage, format, writer, damage, single_files, crash, ranks, trainers and others, and by all sweeps; these quick tests
 # keep theirs in memory, by the same calls, where the machine has room there. Not those that need a disk's slowness.
 _IN_MEMORY = (
-    "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_power_cuts.py", "crash/test_run_faults.py",
+    "checkpoint/", "checkpointer/", "cli/", "copying/", "crash/test_intake_sweep.py", "crash/test_power_cuts.py",
+    "crash/test_run_faults.py", "crash/test_twin_runs.py", "crash/test_writer_deaths.py",
     "loops/", "page/", "run/", "test_docs.py",
 )  # fmt: skip
 _ON_DISK = ("checkpointer/test_rescue.py",)
@@ -127,11 +130,11 @@ _FOLDERS_OF_WRITERS = {
 
 
 @pytest.fixture(scope="session")
-def writers() -> Iterator[LastingServer]:
+def writers() -> Iterator[WriterServer]:
     """One server of writers for each process of tests."""
-    from ranks_kit import LastingServer
+    from forked_kit import WriterServer
 
-    with LastingServer(preload=["forked_kit", "holdfast.writer.server"], path=_FOLDERS) as one:
+    with WriterServer() as one:
         yield one
 
 

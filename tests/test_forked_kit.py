@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_kit import WRITERS, forked_interpreters
-from ranks_kit import LastingServer, RankServer
+from forked_kit import WRITERS, WriterServer, forked_interpreters
+from ranks_kit import RankServer
 
 import holdfast as hf
 
@@ -100,7 +100,7 @@ def test_a_fork_of_a_test_starts_real_ones(ranks: RankServer) -> None:
 
 
 def test_a_forked_writer_is_as_a_new_one_but_for_its_modules(
-    ranks: RankServer, writers: LastingServer, tmp_path: Path
+    ranks: RankServer, writers: WriterServer, tmp_path: Path
 ) -> None:
     """It finds the standard library alone, has no torch, and is one beside forked scripts; a save goes through it."""
     code = (
@@ -116,6 +116,33 @@ def test_a_forked_writer_is_as_a_new_one_but_for_its_modules(
     assert (new.pop(), forked.pop()) == (False, True)
     assert forked == new
     assert [hf.load(tmp_path / name)["a"] for name in ("script", "own")] == [1, 2]
+
+
+def start_two() -> list[Any]:
+    """In a case: one that ends by itself, and one that is killed; whether they had modules, and how they ended."""
+    command = [sys.executable, *WRITERS, "-c", "import sys; print('holdfast' in sys.modules); sys.exit(7)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with subprocess.Popen([*command[:-1], "import time; time.sleep(60)"]) as sleeping:
+        alive = sleeping.poll() is None
+        sleeping.kill()
+    return [done.stdout.strip(), done.returncode, alive, sleeping.returncode, sleeping.poll()]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_writers_of_cases_and_of_forks_are_forked(ranks: RankServer, writers: WriterServer, tmp_path: Path) -> None:
+    """They tell how they ended, although they are no children there; without `forked_interpreters` they are new."""
+    ended = [7, True, -signal.SIGKILL, -signal.SIGKILL]
+    case = f"{__file__}:start_two"
+    assert ranks.run(case).checked() == ["False", *ended]
+    with forked_interpreters(writers, WRITERS):
+        assert ranks.run(case).checked() == ["True", *ended]
+        assert ranks.checked(case, group=False) == [["True", *ended]] * 2
+        child = os.fork()
+        if child == 0:
+            (tmp_path / "told").write_text(json.dumps(start_two()))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert json.loads((tmp_path / "told").read_text()) == ["True", *ended]
 
 
 @pytest.mark.slow

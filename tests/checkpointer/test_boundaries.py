@@ -90,8 +90,12 @@ def test_what_another_thread_asks_for_is_not_saved_in_the_middle_of_a_step(
 
 
 @pytest.mark.parametrize("how", ["exit", "no close", "closed"])
-def test_steps_that_are_lost_without_an_error_are_said(tmp_path: Path, how: str) -> None:
+def test_steps_that_are_lost_without_an_error_are_said(
+    request: pytest.FixtureRequest, tmp_path: Path, how: str
+) -> None:
     """With status 0 nothing else tells: `sys.exit` in the body, and a script that forgets ``ck.close()``."""
+    if how != "no close":  # that one is ended by a real interpreter
+        request.getfixturevalue("forked")
     ends = {"exit": "sys.exit(0)", "no close": "", "closed": "ck.close()"}
     begin = "with ck:\n    ck.step(); ck.step(); " if how == "exit" else "ck.start(); ck.step(); ck.step(); "
     body = f"import sys, holdfast as hf\nck = hf.Checkpointer(sys.argv[1], {{'n': 0}})\n{begin}{ends[how]}\n"
@@ -100,6 +104,7 @@ def test_steps_that_are_lost_without_an_error_are_said(tmp_path: Path, how: str)
     assert err.count("steps 1 to 2 are in no checkpoint") == (how != "closed"), err
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_save_under_way_at_the_end_of_a_script_is_not_said_to_be_lost(tmp_path: Path) -> None:
     """The end of the interpreter waits for it; steps after it are lost."""
     body = (
@@ -740,6 +745,7 @@ def test_start_and_close_are_the_same_without_indentation(tmp_path: Path) -> Non
     assert hf.load(ck.latest())["n"] == 3
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_forgets_close_has_what_was_sealed(tmp_path: Path) -> None:
     """It counts as killed: its saves are committed by the writer, the last step is not saved, the next life goes on."""
     body = """

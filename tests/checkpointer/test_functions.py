@@ -345,6 +345,7 @@ def test_what_load_does_not_restore_is_said(tmp_path, caplog):
     assert said.endswith("and 12 more")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_forked_child_can_save(tmp_path):
     """A child of fork has writers of its own: both processes save, and neither disturbs the other."""
     script = f"""
@@ -485,6 +486,7 @@ def test_a_big_first_save_without_memory_or_thread(tmp_path, aside, monkeypatch,
     assert not (tmp_path / "one" / "manifest.json").exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_big_first_save_outlives_the_script(tmp_path):
     """A script that ends right after it leaves a whole checkpoint."""
     code = (

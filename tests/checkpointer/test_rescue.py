@@ -255,6 +255,7 @@ def test_rows_that_were_sent_are_not_recorded_twice(ranks: RankServer, tmp_path:
     assert [row["metrics"] for row in rows] == [{"loss": 0.0}, {"loss": 1.0}, {"loss": 2.0}, {"score": 1.0}]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("last", ["pass", "raise ZeroDivisionError"])
 def test_a_script_that_ends_without_close_keeps_its_last_step(tmp_path: Path, last: str) -> None:
     """``ck.start()`` without ``ck.close()`` counts as killed, and a snapshot is rescued as after a kill."""
@@ -354,6 +355,7 @@ def test_two_arenas_and_never_a_third(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([size for size in made if size > 24 << 20]) == 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_interval_that_the_run_finds(tmp_path: Path) -> None:
     """A run that is killed within two seconds has kept its state by then, and says how often it will."""
     script = """

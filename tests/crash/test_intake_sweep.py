@@ -7,9 +7,10 @@ from pathlib import Path
 
 import intake_scenarios as scenarios
 import pytest
+from ranks_kit import LastingServer
 from test_crash_sweep import copy_tree
 
-from holdfast.testing import CRASH_EXIT_CODE, FaultyOps, FaultyStorage, ForkServer, power_cut_states, snapshot
+from holdfast.testing import CRASH_EXIT_CODE, FaultyOps, FaultyStorage, power_cut_states, snapshot
 from holdfast.writer.client import WriterClient
 
 FILE = str(Path(__file__).with_name("intake_scenarios.py"))
@@ -20,7 +21,7 @@ NUM_STATES = {"default": 40, "slow": 600}
 
 @pytest.fixture(scope="module")
 def forks():
-    with ForkServer(preload=(FILE,)) as one:
+    with LastingServer(preload=(FILE,)) as one:
         yield one
 
 

@@ -11,8 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from holdfast.testing import ForkServer
+from ranks_kit import LastingServer
 
 SCENARIOS = str(Path(__file__).with_name("plugin_scenarios.py"))
 BOX = Path(__file__).parents[2] / "examples" / "plugin"
@@ -63,7 +62,7 @@ def package(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(package):
-    with ForkServer(preload=("torch", "holdfast.checkpointer", "fsspec", SCENARIOS), path=(package,)) as one:
+    with LastingServer(preload=("torch", "holdfast.checkpointer", "fsspec", SCENARIOS), path=(package,)) as one:
         yield one
 
 
@@ -138,6 +137,7 @@ FIT = """
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("own", ["own", pytest.param("package", marks=pytest.mark.slow)])
 def test_workers_of_a_trainer_use_it(package, tmp_path, own):
     """TorchTrainer takes a plug-in, by its location and as an object: its workers save there and go on from there."""

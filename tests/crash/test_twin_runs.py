@@ -128,8 +128,8 @@ def test_a_dropped_item_is_named(tmp_path, what):
     """Whatever single item is not restored: the twin run fails and names exactly it."""
     adjust, expected = MUTATIONS[what]
     with pytest.raises(ResumeDivergedError) as caught:
-        # Killed after step 9, so resumed at 8: in the second of three epochs.
-        verify_resume(partial(twin_training.train, adjust=adjust), kill_after=[9], keep_in=tmp_path)
+        # Killed after step 5, so resumed at 4: in the second of three epochs.
+        verify_resume(partial(twin_training.train, size=24, every=2, adjust=adjust), kill_after=[5], keep_in=tmp_path)
     named = [path for path in caught.value.items if path.startswith(expected)]
     assert named, str(caught.value)
     assert expected.rstrip("/") in str(caught.value)

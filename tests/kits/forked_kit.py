@@ -7,6 +7,9 @@ with environment, folder, path, arguments, umask, descriptors and session of its
 It is a child of this process like any other. Four things differ: modules are there before their import, at the end
 nothing is taken apart after the exit functions, limits (`setrlimit`) and priority are those of the process that was
 forked, and so are command line and environment in /proc. What is about one of these starts a real interpreter.
+
+Where writers are forked, so are those that cases of a `LastingServer` start, and forks of this process: by a process
+that takes orders from anybody (`WriterServer.address`), whose children they are.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import os
 import random
 import re
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -29,12 +33,14 @@ import threading
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 from ranks_kit import LastingServer
 
-__all__ = ["WRITERS", "forked_interpreters"]
+from holdfast.testing.faults import _find
+
+__all__ = ["WRITERS", "WriterServer", "forked_interpreters"]
 
 WRITERS = ("-I", "-S")  # the options of a writer's interpreter (`holdfast.writer.conversation`)
 
@@ -45,16 +51,44 @@ _numbers = itertools.count()
 _one_at_a_time = threading.Lock()
 
 
+class WriterServer(LastingServer):
+    """One for writers: has their modules.
+
+    Attributes:
+        address: of the process that forks those of cases, and of forks of this process; it ends with this process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(preload=["forked_kit", "holdfast.writer.server", "holdfast.testing"])
+        self.address = f"\0holdfast-writers-{os.getpid()}-{next(_numbers)}"
+        self._forking = _adopted(self, "forked_kit:fork_for_anybody", self.address, os.getpid())
+
+    def close(self) -> None:
+        """End both; idempotent."""
+        if self._forking:
+            os.kill(self._forking, signal.SIGKILL)
+            os.waitpid(self._forking, 0)
+            self._forking = 0
+        super().close()
+
+
 @contextlib.contextmanager
 def forked_interpreters(server: LastingServer, options: tuple[str, ...] = ()) -> Iterator[None]:
     """Fork interpreters that are started with just these options from the server, until the block ends."""
     servers = {**getattr(subprocess.Popen, "servers", {}), options: server}
-    with mock.patch.object(subprocess, "Popen", type("Popen", (_ForkedPopen,), {"servers": servers})):
+    address = getattr(server, "address", getattr(subprocess.Popen, "address", None))
+    with mock.patch.object(subprocess, "Popen", _popen(servers, address)):
         yield
+
+
+def _popen(servers: dict[tuple[str, ...], LastingServer], address: str | None) -> type:
+    return type("Popen", (_ForkedPopen,), {"servers": servers, "address": address})
 
 
 class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
     servers: dict[tuple[str, ...], LastingServer]
+    address: str | None
+    _forking: socket.socket | None = None  # the process that has forked it says here how it ended
 
     def __init__(self, args: Any, *others: Any, **options: Any) -> None:
         self._has_session = bool(options.get("start_new_session"))
@@ -68,7 +102,9 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         is_plain = not (shell or executable or preexec_fn is not None or isinstance(args, str | bytes))
         given, program = _program(args) if is_plain else ((), [])
         server = self.servers.get(given)
-        if not program or server is None or not server.is_alive:  # in a fork of ours it seems dead, too
+        is_own = server is not None and server.is_alive  # in a fork of ours it seems dead, too
+        forking = _reach(self.address) if program and given == WRITERS and not is_own else None
+        if not program or not (is_own or forking):
             super()._execute_child(  # type: ignore[misc]
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
                 p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
@@ -84,9 +120,36 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             "fds": list(pass_fds),
         }
         streams = [own if fd == -1 else fd for fd, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
-        self.pid = _fork(server, order, [*streams, *pass_fds])
+        if forking is None:
+            assert server is not None
+            self.pid = _fork(server, order, [*streams, *pass_fds])
+        else:
+            socket.send_fds(forking, [json.dumps(order).encode()], [*streams, *pass_fds])
+            self.pid, self._forking = int(forking.recv(64)), forking
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._forking is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
+        try:
+            status = int(self._forking.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0) or 0)
+        except BlockingIOError:
+            return 0, 0
+        self._forking.close()
+        return self.pid, status
+
+    def _internal_poll(self, *args: Any, **options: Any) -> int | None:
+        if self._forking is None or self.returncode is not None:
+            return super()._internal_poll(*args, **options)  # type: ignore[misc,no-any-return]
+        if self._waitpid_lock.acquire(blocking=False):  # type: ignore[attr-defined]  # else another thread waits
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
 
 
 def _program(args: Sequence[Any]) -> tuple[tuple[str, ...], list[str]]:
@@ -104,16 +167,34 @@ def _fork(server: LastingServer, order: dict[str, Any], fds: list[int]) -> int:
         meeting.settimeout(_LIMIT_S)
         meeting.bind(address)
         meeting.listen()
-        with _one_at_a_time:
-            _adopt(True)  # the process that forks it ends at once, and leaves it to this one
-            try:
-                pid: int = server.run("forked_kit:fork_interpreter", address).checked()
-            finally:
-                _adopt(False)
+        pid = _adopted(server, "forked_kit:fork_interpreter", address)
         connection, _ = meeting.accept()
         with connection:
             socket.send_fds(connection, [json.dumps(order).encode()], fds)
     return pid
+
+
+def _adopted(server: LastingServer, function: str, *args: Any) -> int:
+    """Run a function that forks and ends at once, and leaves its child to this process; return the child's id."""
+    with _one_at_a_time:
+        _adopt(True)
+        try:
+            return int(server.run(function, *args).checked())
+        finally:
+            _adopt(False)
+
+
+def _reach(address: str | None) -> socket.socket | None:
+    """Connect to who forks for anybody, if there is one."""
+    if address is None:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address)
+    except OSError:  # the tests are over, and a case is not
+        connection.close()
+        return None
+    return connection
 
 
 def _umask() -> int:
@@ -133,23 +214,88 @@ def _adopt(is_wanted: bool) -> None:
 # ---- in the fork
 
 
+def case(address: str | None, function: str, args: list[Any], options: dict[str, Any]) -> Any:
+    """In a child of a server: run a case, or fork an interpreter, whose writers are forked at the address."""
+    subprocess.Popen = _popen({}, address)  # type: ignore[misc]
+    return _find(function)(*args, **options)
+
+
+def fork_for_anybody(address: str, owner: int) -> int:
+    """In a child of the server: fork the process that forks interpreters for anybody until the owner has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as meeting:
+        meeting.bind(address)
+        meeting.listen(64)
+        if pid := os.fork():
+            return pid
+        try:
+            for number in (1, 2):
+                os.dup2(0, number)
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd != meeting.fileno():
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
+            _serve_anybody(meeting, os.pidfd_open(owner))
+        finally:
+            os._exit(0)
+
+
+def _serve_anybody(meeting: socket.socket, owner: int) -> None:
+    waiting = selectors.DefaultSelector()
+    waiting.register(meeting, selectors.EVENT_READ)
+    waiting.register(owner, selectors.EVENT_READ)
+    while True:
+        for ready, _ in waiting.select():
+            if ready.fileobj == owner:
+                return
+            if ready.fileobj is meeting:
+                waiting.register(meeting.accept()[0], selectors.EVENT_READ)
+                continue
+            waiting.unregister(ready.fileobj)
+            if ready.data is not None:  # one has ended
+                pid, connection = ready.data
+                os.close(ready.fd)
+                with connection, contextlib.suppress(OSError):
+                    connection.send(b"%d" % os.waitpid(pid, 0)[1])
+                continue
+            connection = ready.fileobj
+            assert isinstance(connection, socket.socket)
+            told, received, _, _ = socket.recv_fds(connection, 1 << 20, 64)
+            if not told:
+                connection.close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                _become_interpreter(told, received)
+            for fd in received:
+                os.close(fd)
+            waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+            with contextlib.suppress(OSError):
+                connection.send(b"%d" % pid)
+
+
 def fork_interpreter(address: str) -> int:
     """In a child of the server: fork the interpreter, and leave it alone."""
     pid = os.fork()
     if pid:
         return pid
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
+            there.connect(address)
+            told, received, _, _ = socket.recv_fds(there, 1 << 20, 64)
+        _become_interpreter(told, received)
+    finally:
+        os._exit(1)
+
+
+def _become_interpreter(told: bytes, received: Sequence[int]) -> NoReturn:
     status = 1
     try:
-        status = _be_interpreter(address)
+        status = _be_interpreter(json.loads(told), received)
     finally:
         os._exit(status)
 
 
-def _be_interpreter(address: str) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
-        there.connect(address)
-        told, received, _, _ = socket.recv_fds(there, 1 << 20, 64)
-    order = json.loads(told)
+def _be_interpreter(order: dict[str, Any], received: Sequence[int]) -> int:
     if order["has_session"]:
         os.setsid()
     _take_descriptors(received, [0, 1, 2, *order["fds"]])

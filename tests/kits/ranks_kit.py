@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,10 +28,10 @@ _LIMIT_S = 150.0  # of what takes seconds where nobody else has the cores
 
 
 class LastingServer(ForkServer):
-    """A `ForkServer` that is replaced when it has died."""
+    """A `ForkServer` that is replaced when it has died; where writers are forked, those of its cases are, too."""
 
     def __init__(self, preload: Sequence[str] = (), path: Sequence[str | os.PathLike[str]] = ()) -> None:
-        self._given = {"preload": preload, "path": path}
+        self._given: dict[str, Any] = {"preload": (*preload, "forked_kit"), "path": (os.path.dirname(_HERE), *path)}
         super().__init__(**self._given)
 
     def run(self, function: str, *args: Any, **options: Any) -> Outcome:
@@ -38,7 +39,11 @@ class LastingServer(ForkServer):
         if not self.is_alive:
             self.close()
             super().__init__(**self._given)
-        return super().run(function, *args, **options)
+        address = getattr(subprocess.Popen, "address", None)  # of `forked_interpreters`
+        if address is None:
+            return super().run(function, *args, **options)
+        timed = {"timeout_s": options.pop("timeout_s")} if "timeout_s" in options else {}
+        return super().run("forked_kit:case", address, function, args, options, **timed)
 
     @property
     def is_alive(self) -> bool:

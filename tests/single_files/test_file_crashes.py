@@ -54,6 +54,7 @@ def weight_of(path: Path) -> torch.Tensor:
     return load_file(path)["weight"]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_trainer_killed_right_after_the_seal(tmp_path: Path, suffix: str) -> None:
     """SIGKILL of the trainer while its writer stands still: the file is completed, and the next start waits for it."""

@@ -17,6 +17,7 @@ from holdfast.storage import LocalStorage
 from holdfast.storage.base import TEMPORARY
 from holdfast.writer.single_file import NameLeases
 
+pytestmark = pytest.mark.usefixtures("forked")
 OF = "0123abcd"
 
 
