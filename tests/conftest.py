@@ -124,6 +124,10 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
 _FOLDERS_OF_WRITERS = {
     "checkpoint", "checkpointer", "cli", "crash", "loops", "page", "remote", "run", "single_files", "trainers",
 }  # fmt: skip
+_FILES_OF_WRITERS = {
+    "writer/test_attempts.py", "writer/test_client.py", "writer/test_commit_parts.py", "writer/test_inplace.py",
+    "writer/test_intake.py", "writer/test_run.py",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -137,8 +141,10 @@ def writers() -> Iterator[LastingServer]:
 
 @pytest.fixture(autouse=True)
 def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Writers that the quick tests of some folders start have their modules; all others are started as ever."""
-    if request.path.relative_to(_HERE).parts[0] not in _FOLDERS_OF_WRITERS or not _is_quick(request):
+    """Writers that the quick tests of some folders and files start have their modules; others are started as ever."""
+    file = request.path.relative_to(_HERE)
+    has_many = file.parts[0] in _FOLDERS_OF_WRITERS or file.as_posix() in _FILES_OF_WRITERS
+    if not (has_many and _is_quick(request)):
         yield
         return
     from forked_kit import WRITERS, forked_interpreters
