@@ -126,9 +126,10 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 # Where quick tests start writers by the dozen, about what these do: their modules take longer than most saves.
-_FOLDERS_OF_WRITERS = (
+_STARTS_WRITERS = (
     "checkpoint/", "checkpointer/", "cli/", "crash/", "frameworks/shared/", "loops/", "page/", "ranks/", "remote/",
-    "run/", "single_files/", "test_docs.py", "trainers/",
+    "run/", "single_files/", "test_docs.py", "trainers/", "writer/test_attempts.py", "writer/test_client.py",
+    "writer/test_commit_parts.py", "writer/test_inplace.py", "writer/test_intake.py", "writer/test_run.py",
 )  # fmt: skip
 
 
@@ -143,8 +144,8 @@ def writers() -> Iterator[WriterServer]:
 
 @pytest.fixture(autouse=True)
 def _forked_writers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Writers that the quick tests of some folders start have their modules; all others are started as ever."""
-    if not _file_of(request).startswith(_FOLDERS_OF_WRITERS) or not _is_quick(request):
+    """Writers that the quick tests of some folders and files start have their modules; others are started as ever."""
+    if not _file_of(request).startswith(_STARTS_WRITERS) or not _is_quick(request):
         yield
         return
     from forked_kit import WRITERS, forked_interpreters
