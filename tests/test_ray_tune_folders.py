@@ -68,6 +68,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tmp"
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_trial_that_was_killed_in_its_report_leaves_nothing_for_long(folder: Path) -> None:
     """The next trial on the machine removes its copy, and leaves that of a trial that is still in its report."""
     killed, slow = _Trial(folder), _Trial(folder)

@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import types
 import warnings
@@ -339,6 +340,7 @@ def _be_interpreter(order: dict[str, Any], received: Sequence[int]) -> int:
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
     os.umask(order["umask"])
+    tempfile.tempdir = None  # that of its environment
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
