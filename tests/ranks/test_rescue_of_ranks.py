@@ -105,7 +105,7 @@ def test_ranks_keep_by_time_what_rank_0_asks_for(
 ) -> None:
     """A rank is killed after some seconds: a step that both had kept is there, whole, and both go on from it."""
     run = tmp_path / "run"
-    ranks.ranks(CASES, str(run), 10**6, rescue=rescue, soonest_s=soonest_s, after_s={"1": 0.5 + 2 * soonest_s})
+    ranks.ranks(CASES, str(run), 10**6, rescue=rescue, soonest_s=soonest_s, after_s={"1": 1.2 + 2 * soonest_s})
     found = newest(run)
     assert found.step > 0
     assert found.verify(deep=True).ok
