@@ -68,6 +68,15 @@ class Patch:
         path = package / self.file
         path.write_text(path.read_text().replace(self.old, self.new))
 
+    def is_python(self) -> bool:
+        """Whether what it makes of the file can be compiled."""
+        text = (ROOT / "src/holdfast" / self.file).read_text()
+        try:
+            compile(text.replace(self.old, self.new), self.file, "exec")
+        except SyntaxError:
+            return False
+        return True
+
     def misfit(self) -> str | None:
         """Say why it cannot be applied; None if it can."""
         if any(not (ROOT / test).exists() for test in self.tests if test.startswith("tests/")):
@@ -129,9 +138,10 @@ def fails(tests: Sequence[str], patch: Patch | None, *, bound_s: float = _BOUND_
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
-                if code not in (0, 1, 5) and code >= 0:  # 5: there is no quick test among them
+                if code not in (0, 1, 2, 5) and code >= 0 or (code == 2 and patch is None):
                     sys.exit(f"{' '.join(tests)}: cannot be run (exit status {code})")
-                return code == 1 or code < 0  # a signal: the mistake has written where it must not
+                # 2: they cannot be imported; 5: no quick test is among them; a signal: it has written where it must not
+                return code in (1, 2) or code < 0
             time.sleep(0.05)
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -169,6 +179,8 @@ def _outcome(patch: Patch, until: float) -> str:
         return ""
     if _prove_nothing(patch.tests):
         return f"NOT TRIED, {' '.join(patch.tests)} fails as it is"
+    if not patch.is_python():
+        return "NOT TRIED, it makes no Python"
     return "noticed" if fails(patch.tests, patch) else "SURVIVES"
 
 
