@@ -68,22 +68,19 @@ class Patch:
         path = package / self.file
         path.write_text(path.read_text().replace(self.old, self.new))
 
-    def is_python(self) -> bool:
-        """Whether what it makes of the file can be compiled."""
-        text = (ROOT / "src/holdfast" / self.file).read_text()
-        try:
-            compile(text.replace(self.old, self.new), self.file, "exec")
-        except SyntaxError:
-            return False
-        return True
-
     def misfit(self) -> str | None:
         """Say why it cannot be applied; None if it can."""
         if any(not (ROOT / test).exists() for test in self.tests if test.startswith("tests/")):
             return f"{self.name}: one of {' '.join(self.tests)} is not there"
         path = ROOT / "src/holdfast" / self.file
-        num = path.read_text().count(self.old) if path.exists() else 0
-        return None if num == 1 else f"{self.name}: its old text occurs {num} times"
+        text = path.read_text() if path.exists() else ""
+        if (num := text.count(self.old)) != 1:
+            return f"{self.name}: its old text occurs {num} times"
+        try:
+            compile(text.replace(self.old, self.new), self.file, "exec")
+        except SyntaxError as error:
+            return f"{self.name}: it makes no Python ({error})"
+        return None
 
 
 def patches() -> list[Patch]:
@@ -179,8 +176,6 @@ def _outcome(patch: Patch, until: float) -> str:
         return ""
     if _prove_nothing(patch.tests):
         return f"NOT TRIED, {' '.join(patch.tests)} fails as it is"
-    if not patch.is_python():
-        return "NOT TRIED, it makes no Python"
     return "noticed" if fails(patch.tests, patch) else "SURVIVES"
 
 

@@ -9,6 +9,4 @@ from pathlib import Path
 def test_each_patch_fits():
     """Its old text occurs once, it makes Python, its tests are there: else it would be found out hours later."""
     module = runpy.run_path(str(Path(__file__).with_name("run.py")), run_name="mutants")
-    patches = module["patches"]()
-    assert [misfit for patch in patches if (misfit := patch.misfit()) is not None] == []
-    assert [patch.name for patch in patches if not patch.is_python()] == []
+    assert [misfit for patch in module["patches"]() if (misfit := patch.misfit()) is not None] == []
