@@ -118,7 +118,8 @@ class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
         errread: int, errwrite: int, *others: Any,
     ) -> None:  # fmt: skip
-        is_plain = not (shell or executable or preexec_fn is not None or isinstance(args, str | bytes))
+        preloads = env is not None and env.get("LD_PRELOAD") != os.environ.get("LD_PRELOAD")  # the loader's work
+        is_plain = not (shell or executable or preloads or preexec_fn is not None or isinstance(args, str | bytes))
         given, program = _program(args) if is_plain else ((), [])
         server = self.servers.get(given)
         is_own = server is not None and server.is_alive  # in a fork of ours it seems dead, too

@@ -269,6 +269,7 @@ def test_the_node_of_somebody_else_is_drained(root: Path, nodes: FakeNodes, fit:
 def test_a_clock_that_is_an_hour_off(root: Path, nodes: FakeNodes, fit: Fit, hours: int) -> None:
     """The clock of one node changes nothing: a node dies, and the run ends with what an undisturbed one has."""
     nodes.environments["b"] = clock_kit.environment(root, hours * 3600)
+    nodes.options = ("-B",)  # not forked: a library is preloaded
     made = fit(node_functions.clock, failures=1, how="before_the_seal")
     with fitting(made, LIMIT_S) as future:
         wait_for(root, "stopped", future)
