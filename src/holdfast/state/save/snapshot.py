@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from holdfast.writer.messages import BlobPlan, SaveJob
 from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
 from ..tree.objects import Modules, has_objects, parameter_names
+from .arenas import SMALL_COPY, Arenas
 from .plan import MIN_WINDOW, Layout, fits, plan, signature
 from .staging import StateCopy, sampled, stage
 
@@ -47,10 +48,8 @@ __all__ = ["Snapshotter"]
 _LOG = get_logger("state")
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
-_SMALL_COPY = 16 << 20  # a copy of this size is made without looking
 _SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
 _MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
-_ARENAS = 2  # with `rescues`; of a small state there is a third
 _RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
@@ -95,19 +94,13 @@ class Snapshotter:
         self.timeout_s, self.unsupported, self.alike = timeout_s, unsupported, alike
         self.model_files = model_files
         self.layout: Layout | None = None
-        self.arena: Arena | None = None
         self.stable: frozenset[str] = frozenset()
         self.copies: DeviceCopies | None = None
         self._planned_for: tuple[tuple[int, ...] | None, ModelFiles | None] = (alike, None)
         self._observed = self._has_said_whole = False
         self.dropped: tuple[str, ...] = ()
         self.rescues = rescues
-        self._spares: list[Arena] = []  # take turns with `arena`
-        self._kept_in: Arena | None = None  # holds the newest snapshot that is not a save
-        self._kept_step: int | None = None  # its step
-        self._writing: tuple[Arena, Future[Any]] | None = None  # the last save
-        self._sealing: Future[None] | None = None  # of the last save, while tensors on a device are still copied
-        self._given_up: Future[Any] | None = None  # a save that was waited for too long
+        self._arenas = Arenas(has_peers=world_size > 1)
         self._has_missed = False  # a snapshot, and said so
         self.shortage: str | None = None  # why saves go through windows although nobody asked for it
         self._bound: float = max_staging_bytes or math.inf  # of the arena; less where a copy does not fit into memory
@@ -135,6 +128,11 @@ class Snapshotter:
         return None if division is None else replace(division, loose=(), num_loose=0)
 
     @property
+    def arena(self) -> Arena | None:
+        """The memory of the last copy, or of the first one to come."""
+        return self._arenas.newest
+
+    @property
     def streams(self) -> bool:
         """Whether the state, as it was last looked at, goes through an arena that is smaller."""
         return self.layout is not None and self._windowed(self.layout)
@@ -148,8 +146,7 @@ class Snapshotter:
         """Descriptor and bytes of each arena that holds whole states in the present layout."""
         if self.streams:
             return []
-        own = (self.arena, *self._spares)
-        return sorted((arena.fd, arena.size) for arena in own if arena is not None and arena.fd is not None)
+        return self._arenas.shared()
 
     def arena_files(self) -> list[tuple[str, str, int]]:
         """Return for each file its name before and after the id of a save, and its first byte in an arena."""
@@ -186,15 +183,10 @@ class Snapshotter:
         layout = self._layout(flat)
         self._fit_memory(state, layout)
         if not self._windowed(layout):
-            arena = self._arena(layout)
             if any_on_device(flat.tensors):
                 # Its hook has to see a step before it may copy late.
                 self._late_copies().prepare(flat)
-            while self.rescues and len(self._spares) < _ARENAS - 1:
-                self._spares.append(self._more(layout))
-            for own in (arena, *self._spares):
-                own.prefault()
-                client.attach(own)
+            self._arenas.make_ready(layout, client, take_turns=self.rescues)
 
     def _late_copies(self) -> DeviceCopies:
         if self.copies is None:
@@ -224,19 +216,19 @@ class Snapshotter:
         layout = self._layout(flat)
         self._fit_memory(state, layout)
         if self._windowed(layout) or not self.rescues or flat.whole:  # putting together is for saves alone
-            self._forget_kept()
+            self._arenas.forget_kept()
             return False
         plans, contents = self._blobs(flat, layout, job.save_id)
         job = replace(
             job, writer=self.rank, files=layout.file_plans(job.save_id), blobs=plans,
             division=self._division(flat, layout, wait=True),
         )  # fmt: skip
-        arena = self._turn(layout, client, _RELEASE_S, job)
+        step = job.manifest.get("step")
+        arena = self._arenas.turn(layout, client, step, release_s=_RELEASE_S, timeout_s=self.timeout_s)
         if arena is None:
-            waits = self._given_up is not None and not self._given_up.done()
             late = f"the save before is not written after {self.timeout_s:.0f} s (timeout_s)"
             if not self._has_missed:
-                what = late if waits else "the writer is slow to take messages"
+                what = late if self._arenas.has_given_up else "the writer is slow to take messages"
                 _LOG.warning("%s: a snapshot (rescue=) is left out, as are later ones", what)
             self._has_missed = True
             return True
@@ -251,74 +243,14 @@ class Snapshotter:
             stage(flat.tensors, layout.offsets, layout.sizes, arena)
             hand_over()
         arena.prefault()
-        self._forget_kept(arena)
-        self._kept_step = job.manifest.get("step")
+        self._arenas.keep(step)
         return True
 
     @property
     def would_wait(self) -> bool:
         """Whether `keep` would wait for a save: it is being written, and the newest snapshot has the other memory."""
-        written, layout = self._writing, self.layout
-        if written is None or written[1].done() or self._kept_in is None:
-            return False
-        return layout is not None and layout.arena_bytes >= _SMALL_COPY
-
-    def _turn(self, layout: Layout, client: WriterClient, release_s: float | None, job: SaveJob) -> Arena | None:
-        """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
-
-        There is no third copy of a big state: the next one waits until the save is written, for the newest snapshot is
-        all that is left of its step until another one is sealed. Where it is of the step that is to be copied, and
-        there are other ranks, the snapshot before it stays instead: a rank that has not done this step holds that one.
-
-        Args:
-            layout: of the state.
-            client: the writer.
-            release_s: how long it may take to tell the writer that the snapshot there counts no more.
-            job: of the copy.
-
-        Returns:
-            None if that takes longer, or the save that is being written longer than ``timeout_s``.
-        """
-        if not self.rescues:
-            return self._arena(layout)
-        if (sealing := self._sealing) is not None:
-            wait([sealing], self.timeout_s)
-            if sealing.done() and sealing.exception() is None:  # else the save is dropped, and the snapshot counts
-                self._forget_kept()
-        while True:
-            written = None if self._writing is None or self._writing[1].done() else self._writing[0]
-            pool = [one for one in (self.arena, *self._spares) if one is not None]
-            taken = [one for one in (written, self._kept_in) if one is not None]  # perhaps of the layout before
-            # The pool begins with what was copied last: the snapshot of this step, then the one before it.
-            repeats = self.world_size > 1 and self._kept_in in pool and self._kept_step == job.manifest.get("step")
-            before = pool[1:2] if repeats else []
-            free = [one for one in pool if one not in (*taken, *before)]
-            if not free and len({*pool, *taken}) < _ARENAS + (layout.arena_bytes < _SMALL_COPY):
-                free = [self._more(layout)]
-            elif not free and before:
-                free, self._kept_in, self._kept_step = pool[:1], before[0], None
-            if free:
-                break
-            assert self._writing is not None
-            if self._writing[1] is self._given_up:
-                return None
-            wait([self._writing[1]], self.timeout_s)
-            if not self._writing[1].done():
-                self._given_up = self._writing[1]
-        arena = free[0]
-        self.arena, self._spares = arena, [one for one in dict.fromkeys([*pool, *free]) if one is not arena]
-        return arena if client.release(arena, release_s) else None
-
-    def _forget_kept(self, newer: Arena | None = None) -> None:
-        """Take in that something newer than the snapshot kept is sealed: its memory may be used again."""
-        before, self._kept_in, self._sealing = self._kept_in, newer, None
-        if before is not None and before not in (self.arena, *self._spares):
-            before.close()  # of a layout that is gone
-
-    def _more(self, layout: Layout) -> Arena:
-        arena = Arena.create(layout.arena_bytes)
-        layout.write_static(arena.view)
-        return arena
+        layout = self.layout
+        return layout is not None and layout.arena_bytes >= SMALL_COPY and self._arenas.are_taken
 
     @paused_gc()
     def submit(
@@ -391,12 +323,18 @@ class Snapshotter:
                 job.manifest["metrics"] = dict(metrics())
             return client.submit(storage, job, blobs, arena, filled=filled)
 
+        arena: Arena | None = None
+        if not windowed and self.rescues:
+            step, patience = job.manifest.get("step"), self.timeout_s
+            arena = self._arenas.turn(layout, client, step, release_s=patience, timeout_s=patience)
+        elif not windowed:
+            arena = self._arenas.only(layout)
         future: Future[Any]
         if aside:
             future = self._put_aside(flat, layout, client, hand_over)
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
-        elif (arena := self._turn(layout, client, self.timeout_s, job)) is None:
+        elif arena is None:
             raise HoldfastError(
                 f"the writer takes no messages for {self.timeout_s:.0f} s (timeout_s): the process is stopped, or the "
                 "machine is very slow; training cannot count on it"
@@ -409,11 +347,8 @@ class Snapshotter:
             arena.prefault()  # maps the pages for the next save, unless they are mapped already
         if job.reuse:  # one of a series
             self._copied = StateCopy(flat, layout, None if windowed else self.arena)
-        if self.rescues and not windowed and self.arena is not None:
-            self._writing = self.arena, future
-            self._sealing = self.handed_over
-            if self._sealing is None:
-                self._forget_kept()
+        if self.rescues and not windowed:
+            self._arenas.write(future, self.handed_over)
         return future
 
     def _blobs(
@@ -440,10 +375,9 @@ class Snapshotter:
         """Send everything through an arena that is smaller than the state."""
         from .windows import WindowStream, copy_window  # here and below: of states that are small, or fit, none is used
 
-        if self.arena is None:
-            self.arena = Arena.create(int(self._bound) // MIN_WINDOW * MIN_WINDOW)
-        save = submit(self.arena)
-        WindowStream(layout, client, self.arena, self.timeout_s).send(save, partial(copy_window, flat.tensors))
+        window = self._arenas.window(int(self._bound) // MIN_WINDOW * MIN_WINDOW)
+        save = submit(window)
+        WindowStream(layout, client, window, self.timeout_s).send(save, partial(copy_window, flat.tensors))
         return save
 
     def _copy(
@@ -523,9 +457,7 @@ class Snapshotter:
             copy.close()
             window.close()
         try:  # for the next save
-            arena = self._arena(layout)
-            arena.prefault()
-            client.attach(arena)
+            self._arenas.make_ready(layout, client)
         except HoldfastError as error:
             _LOG.debug("the arena could not be made ready: %s", error)
 
@@ -576,7 +508,7 @@ class Snapshotter:
             self.copies.close()
             self.copies = None
         self._drop_layout()
-        self._forget_kept()
+        self._arenas.forget_kept()
 
     def _division(self, flat: Flat, layout: Layout, *, wait: bool) -> dict[str, Any] | None:
         """Describe how the state is divided, with fingerprints of replicated tensors, which the commit compares.
@@ -642,17 +574,14 @@ class Snapshotter:
         self.layout, self._bound, self._looked = None, self.max_staging_bytes or math.inf, False
         if self.copies is not None and self.arena is not None:
             self.copies.unpin()
-        for arena in (self.arena, *self._spares):
-            if arena is not None and arena is not self._kept_in:  # that one counts until a newer copy is sealed
-                arena.close()
-        self.arena, self._spares = None, []
+        self._arenas.drop()
 
     def _fit_memory(self, state: Mapping[Any, Any], layout: Layout, *, reserve: int = 0, says: bool = True) -> None:
         """Look, before a copy is made, whether it fits into memory, and go through windows if not.
 
         A kernel gives memory that it does not have, and kills for it later, without a word.
         """
-        if self._looked or self.arena is not None or layout.arena_bytes < _SMALL_COPY or self._windowed(layout):
+        if self._looked or self.arena is not None or layout.arena_bytes < SMALL_COPY or self._windowed(layout):
             return
         self._looked = True
         from holdfast.writer.free_memory import free_memory  # not above: small states do not ask
@@ -687,11 +616,6 @@ class Snapshotter:
 
     def _windowed(self, layout: Layout) -> bool:
         return layout.arena_bytes > self._bound
-
-    def _arena(self, layout: Layout) -> Arena:
-        if self.arena is None:
-            self.arena = self._more(layout)
-        return self.arena
 
 
 def _gradient_bytes(state: Mapping[Any, Any]) -> int:
