@@ -42,7 +42,7 @@ def train(root: str, layout: str) -> dict[str, Any]:
     """Go on where another layout has ended, make a step, leave."""
     warnings.simplefilter("ignore")  # torch's, about the tensors of FSDP1
     torch.manual_seed(0)
-    model: nn.Module = nn.Linear(5, 7)
+    model: nn.Module = nn.Linear(5, 4)  # over three ranks: the last one has nothing
     if layout == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif layout == "fsdp1":

@@ -174,6 +174,9 @@ class MatchPlan(ABC):
 
     def home_of(self, tensor: torch.Tensor) -> torch.device:
         """Return the device of a tensor; without memory, the device of its mesh, else ``device``."""
+        shards = getattr(tensor, "local_shards", None)
+        if shards is not None:  # it answers for itself where a rank holds one shard, not several or none
+            return next((shard.tensor.device for shard in shards()), torch.device("cpu"))
         if not tensor.is_meta:
             return tensor.device
         mesh = getattr(tensor, "device_mesh", None)
