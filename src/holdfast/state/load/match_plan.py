@@ -248,8 +248,8 @@ def _derive(plan: MatchPlan, states: list[Any], path: str) -> None:
         note += f"; those in step on all ranks go on in step: {', '.join(in_step)}"
     if _in_groups([one.get("torch") for one in (first, *others)]):
         note += (
-            "; ranks 0 and 1 drew alike, and not as the last rank: seed groups that have to draw alike (tensor parallel) "
-            "anew behind this start"
+            "; ranks 0 and 1 drew alike, and not as the last rank: seed groups that have to draw alike (tensor "
+            "parallel) anew behind this start"
         )
     plan.notes.append(note)
     plan.not_restored.extend((path, why) for why in problems)
