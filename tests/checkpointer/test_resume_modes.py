@@ -362,3 +362,21 @@ def test_a_buffer_that_training_changes_and_no_state_has_is_named(
             ck.step()
     assert caplog.text.count("the first step has changed model/0.scale: registered") == (not persistent)
     assert "table" not in caplog.text
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_a_state_dict_gave_once_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, anew: bool) -> None:
+    """Every save would store what it held before the first step; a script that asks anew knows what it does."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"model": model, "others": [optimizer.state_dict(), scheduler.state_dict()], "kept": optimizer}
+    with hf.Checkpointer(tmp_path, state) as ck:
+        for _ in range(3):
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+            if anew:
+                ck.state["others"] = [optimizer.state_dict(), scheduler.state_dict()]
+            ck.step()
+    assert caplog.text.count("others/0, others/1: what state_dict() gave before the first step") == (not anew)
+    assert caplog.text.count("what state_dict() gave") == (not anew)

@@ -10,7 +10,7 @@ CASES = str(Path(__file__).with_name("wrapped_cases.py"))
 
 def test_an_object_with_sharded_state_goes_on_in_any_layout(ranks, tmp_path):
     """DDP, FSDP2 and FSDP1 (twice) after each other: each begins with what the one before has left."""
-    chain = [("ddp", 2), ("fsdp2", 3), ("fsdp1", 2), ("fsdp1", 2)]
+    chain = [("ddp", 2), ("fsdp2", 3), ("fsdp1", 2), ("fsdp1", 3)]
     lives = [ranks.checked(f"{CASES}:train", str(tmp_path), layout, world_size=size)[0] for layout, size in chain]
     for before, after in itertools.pairwise(lives):
         assert after["begun"] == before["ended"]

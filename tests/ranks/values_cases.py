@@ -117,7 +117,8 @@ class Scaled(nn.Module):
 def buffers(root: str) -> None:
     """Save modules whose buffers differ: DDP with and without a broadcast of buffers, one compiled, and FSDP2.
 
-    Of one the buffers are given for each rank; of two optimizers one has another learning rate on each rank.
+    Of one the buffers are given for each rank; of three optimizers one has another learning rate on each rank, and one
+    other gradients for a parameter of its own.
     """
     modules: dict[str, nn.Module] = {
         "synced": nn.parallel.DistributedDataParallel(Scaled()),
@@ -133,7 +134,11 @@ def buffers(root: str) -> None:
     optimizers = {
         "optimizer": torch.optim.SGD(spread, lr=1.0 + dist.get_rank()),
         "other": torch.optim.SGD(modules["synced"].parameters(), lr=1.0),
+        "lonely": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9),
     }
+    (parameter,) = optimizers["lonely"].param_groups[0]["params"]  # of no module: a model that an object keeps
+    parameter.grad = torch.full((2,), 1.0 + dist.get_rank())
+    optimizers["lonely"].step()
     given = hf.PerRank(dict(modules["given"].named_buffers()))
     hf.save(Path(root, "buffers"), {**modules, **optimizers, "buffers": given})
 

@@ -118,6 +118,9 @@ def test_only_parameters_and_their_optimizer_state_are_divided():
     rest = set(sig.names) - replicated
     assert {"loose", "model/body.1.running_mean", "other/state/param.0/momentum_buffer"} < rest
     assert "other/other_state/seen" in rest
+    # What ranks hold otherwise of these is said.
+    said = {"other/other_state/seen", "other/state/param.0/momentum_buffer", "other/param_groups/0/lr"}
+    assert said < {sig.names[one] for one in sig.alone}
     assert any(name.startswith("other/param_groups/0/lr") for name in rest)
     changed_by_steps = flatten(state).optimized
     assert ("other/other_state/seen" in changed_by_steps, adam <= changed_by_steps) == (False, True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.format.manifest import FileEntry
-from holdfast.state.load import shared_reads
+from holdfast.state.load import restore, shared_reads
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.selection import Fit
 from holdfast.state.load.shared_reads import ChunkNumbers, PeerReadBuffer, SharedReadBuffer, SharedReads
@@ -42,10 +42,10 @@ class Ranks:
         self.barrier = threading.Barrier(world)
 
     def swap(self, rank):
-        def give(_, value):
-            self.values[rank] = value
+        def give(group, value):
+            self.values[group, rank] = value
             self.barrier.wait(20)
-            return [self.values[one] for one in range(self.world)]
+            return [self.values[group, one] for one in range(self.world)]
 
         return give
 
@@ -59,7 +59,7 @@ class Ranks:
             except Exception as error:
                 outcome[rank] = error
 
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.world)]
+        threads = [threading.Thread(target=call, args=(rank,), name=f"rank {rank}") for rank in range(self.world)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -134,18 +134,17 @@ def test_ranks_that_want_other_things_read_for_themselves():
 
 
 def test_a_rank_that_cannot_load_does_not_hold_up_the_others():
-    """A state that does not fit on one rank is its own error; the others load."""
+    """A state that does not fit on one rank is its own error; the others go back with what they have."""
     values = {"w": torch.randn(MIB)}
     storage = saved(values)
 
     def load(rank, swap):
         live = {"w": torch.zeros(MIB if rank else 5)}
-        load_state(storage, live, swap=swap)
-        return torch.equal(live["w"], values["w"])
+        return load_state(storage, live, swap=swap).restored, bool(live["w"].any())
 
     wrong, *others = Ranks(3).run(load)
     assert isinstance(wrong, hf.StateMismatchError)
-    assert others == [True, True]
+    assert others == [([], False)] * 2
 
 
 def test_damage_is_found_by_every_rank_that_needs_the_bytes():
@@ -314,7 +313,7 @@ def test_a_rank_that_cannot_take_part_says_so_at_once(monkeypatch):
 
 
 def test_a_damaged_table_of_digests_does_not_hold_up_the_others():
-    """A rank that cannot read what it checks against says so, and the others load."""
+    """A rank that cannot read what it checks against says so, and the others go back with what they have."""
     values = {"w": torch.randn(MIB)}
     storage = saved(values)
     damaged = MemoryStorage(f"damaged-table-{next(_numbers)}")
@@ -328,12 +327,55 @@ def test_a_damaged_table_of_digests_does_not_hold_up_the_others():
 
     def load(rank, swap):
         live = {"w": torch.zeros(MIB)}
-        load_state(storage if rank else damaged, live, swap=swap)
-        return torch.equal(live["w"], values["w"])
+        loaded = load_state(storage if rank else damaged, live, swap=swap)
+        return loaded.restored, bool(live["w"].any())
 
     wrong, *others = Ranks(3).run(load)
     assert isinstance(wrong, hf.CorruptCheckpointError)
-    assert others == [True, True]
+    assert others == [([], False)] * 2
+
+
+class Meets:
+    """An object whose ``load_state_dict`` needs all ranks, as that around torch's ``set_state_dict`` does."""
+
+    def __init__(self, ranks, value=0.0):
+        self.ranks, self.value = ranks, torch.full((3,), value)
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.ranks.barrier.wait(20)
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("fails", ["fits not", "cannot read", "nowhere"])
+def test_no_object_waits_for_a_rank_that_has_failed(fails, monkeypatch):
+    """A state that does not fit on one rank, or damage that one finds: no object begins to wait for the others."""
+    ranks = Ranks(3)
+    storage = saved({"w": torch.ones(MIB), "meets": Meets(ranks, 1.0)})
+    read = restore.read_tensors
+
+    def read_tensors(*args, **options):
+        if fails == "cannot read" and threading.current_thread().name == "rank 1":
+            raise hf.CorruptCheckpointError("bytes differ")
+        return read(*args, **options)
+
+    monkeypatch.setattr(restore, "read_tensors", read_tensors)
+
+    def load(rank, swap):
+        live = {"w": torch.zeros(3 if fails == "fits not" and rank == 1 else MIB), "meets": Meets(ranks)}
+        restored = load_state(storage, live, swap=swap).restored
+        if fails == "fits not":
+            assert not live["w"].any()
+        return restored if live["meets"].value.any() else []
+
+    first, wrong, last = ranks.run(load)
+    if fails == "nowhere":
+        assert first == wrong == last == ["w", "meets"]
+    else:
+        assert isinstance(wrong, hf.StateMismatchError if fails == "fits not" else hf.CorruptCheckpointError)
+        assert first == last == []
 
 
 def test_a_checkpoint_without_tensors_is_loaded_together():

@@ -53,6 +53,33 @@ def first_step_checks(
     return looks
 
 
+def outdated_dicts(state: Mapping[Any, Any]) -> Look:
+    """Return what names dicts that the ``state_dict()`` of an optimizer, scheduler or scaler gave before the step."""
+    given = dict(_given_dicts(state, "", ()))
+
+    def look() -> str:
+        now = dict(_given_dicts(state, "", ()))
+        same = [path for path, value in given.items() if now.get(path) is value]
+        return "" if not same else (
+            f"{listed(same)}: what state_dict() gave before the first step, in place of the object. Every save stores "
+            "that again, and a resume gives it to no object: put the object itself into the state, as in "
+            "{'optimizer': optimizer}"
+        )  # fmt: skip
+
+    return look
+
+
+_GIVEN = ({"state", "param_groups"}, {"last_epoch", "base_lrs"}, {"scale", "growth_factor"})
+
+
+def _given_dicts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    if type(value) is dict and any(keys <= value.keys() for keys in _GIVEN):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in above:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _given_dicts(item, f"{path}/{key}" if path else str(key), (*above, id(value)))
+
+
 def _other_layers(state: Mapping[Any, Any], saved: Storage, manifest: Manifest) -> Look:
     """Return what names the parameters that train and did not when a checkpoint was saved, and the other way round.
 

@@ -76,6 +76,11 @@ class Matcher(MatchPlan):
             )
         return self.fresh(saved, path) if self.takes(path) else live
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether `handovers` has any."""
+        return any(actions for _, actions in self._handovers)
+
     def handovers(self, *, sort: bool) -> Iterator[Callable[[], object]]:
         """Yield calls that give objects their state, in the order of the live state or, with ``sort``, of their paths.
 

@@ -174,6 +174,9 @@ class MatchPlan(ABC):
 
     def home_of(self, tensor: torch.Tensor) -> torch.device:
         """Return the device of a tensor; without memory, the device of its mesh, else ``device``."""
+        shards = getattr(tensor, "local_shards", None)
+        if shards is not None:  # it answers for itself where a rank holds one shard, not several or none
+            return next((shard.tensor.device for shard in shards()), torch.device("cpu"))
         if not tensor.is_meta:
             return tensor.device
         mesh = getattr(tensor, "device_mesh", None)
@@ -243,8 +246,20 @@ def _derive(plan: MatchPlan, states: list[Any], path: str) -> None:
     note = f"random generators: derived for {now} rank(s) (the checkpoint has {manifest.world_size})"
     if in_step:
         note += f"; those in step on all ranks go on in step: {', '.join(in_step)}"
+    if _in_groups([one.get("torch") for one in (first, *others)]):
+        note += (
+            "; ranks 0 and 1 drew alike, and not as the last rank: seed groups that have to draw alike (tensor "
+            "parallel) anew behind this start"
+        )
     plan.notes.append(note)
     plan.not_restored.extend((path, why) for why in problems)
+
+
+def _in_groups(states: list[Any]) -> bool:
+    """Tell from the generators of ranks 0, 1 and the last one whether some ranks were in step, and not all."""
+    if len(states) < 3 or not all(isinstance(one, torch.Tensor) for one in states):
+        return False
+    return _has_same_bits(*states[:2]) and not _has_same_bits(*states[1:])
 
 
 def derive_generators(plan: MatchPlan) -> None:

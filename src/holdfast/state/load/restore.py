@@ -35,7 +35,7 @@ from .match import Matcher, holds_live
 from .match_plan import Problems
 from .reader import read_tensors
 from .selection import Fit, Selection, of_one_name_each
-from .shared_reads import Swap, no_part, reading_together
+from .shared_reads import Swap, reading_together
 from .stored import Stored, open_stored
 from .targets import CheckingReader, ReadRequest, Targets
 
@@ -84,7 +84,7 @@ def load_state(
 
     With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for
     another number of ranks than have saved. With ``swap`` all ranks load together, and the ranks of one machine read
-    once what several of them need.
+    once what several of them need; where it does not fit on one of them, the others change and restore nothing.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
@@ -124,10 +124,22 @@ def load_state(
     except Exception:
         if swap is not None:
             others.take(None)
-            no_part(swap)
+            _have_failed(swap, "fits")
         raise
+    # A `load_state_dict` may use collectives: no rank calls one unless all do.
+    fits = [] if swap is None else swap("fits", matcher is not None and matcher.hands_over)
+    if None in fits:
+        return Loaded(into)  # another rank raises why
+    meets = swap if any(fits) else None
     with torch.no_grad():
-        read, from_memory = _read(stored, requests, digests, swap, progress=progress)
+        try:
+            read, from_memory = _read(stored, requests, digests, swap, progress=progress)
+        except Exception:
+            if meets is not None:
+                _have_failed(meets, "read")
+            raise
+        if meets is not None and None in meets("read", True):
+            return Loaded(into)
         if matcher is None:
             return Loaded(fill(tree, stored.per_rank), bytes_read=read, manifest=stored.manifest)
         for action in (*matcher.actions, *matcher.handovers(sort=world_size is not None and world_size > 1)):
@@ -141,6 +153,11 @@ def load_state(
     for kind in ("missing", "unexpected", "wrong"):
         matcher.not_restored.extend((entry, kind) for entry in getattr(matcher.problems, kind))
     return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes, stored.manifest)
+
+
+def _have_failed(swap: Swap, group: str) -> None:
+    with contextlib.suppress(HoldfastError, RuntimeError):  # this rank's own error is the one to raise
+        swap(group, None)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from .targets import ReadRequest, read_block
 
 __all__ = [
     "BLOCK", "Block", "ChunkNumbers", "FileBlocks", "PeerReadBuffer", "SharedReadBuffer", "SharedReads", "Swap",
-    "no_part", "reading_together",
+    "reading_together",
 ]  # fmt: skip
 
 Swap = Callable[[str, Any], Sequence[Any]]
@@ -342,7 +342,7 @@ def reading_together(
 ) -> Iterator[SharedReads | None]:
     """Share reads with the other ranks of this machine; yields None if there is nothing to share.
 
-    All ranks call this, or call `no_part`.
+    All ranks call this.
 
     Args:
         storage: rooted at the checkpoint.
@@ -374,12 +374,6 @@ def reading_together(
                 if peer is not None:
                     peer.close()
             buffer.close()
-
-
-def no_part(swap: Swap) -> None:
-    """Take part in the exchange of a load that this rank does not do, so that no rank waits for it."""
-    with contextlib.suppress(HoldfastError, RuntimeError):  # the error that keeps this rank from reading is raised
-        swap(memory_name(), None)
 
 
 def _lay_out(

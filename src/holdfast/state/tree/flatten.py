@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -338,6 +338,9 @@ class _Walker:
         rows = objects.live_names(optimizer, self.parameter_names)
         if shared := objects.shared_names(optimizer, rows):
             raise UnsupportedStateError(f"state{path}: {shared[0]}")
+        if self.shared:
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            arrays.check_parameters((one for one in params if id(one) not in self.parameter_names), f"state{path}")
         named, start = objects.to_named(optimizer, rows), len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
@@ -348,11 +351,15 @@ class _Walker:
             added.pop()  # what belongs to no parameter may change elsewhere than in a step (a hook of a module)
         self.flat.optimized.update(added, *rows)
         if self.shared:
-            self.flat.replicated.extend(self._states(named["state"], added, start, f"{prefix}state/"))
+            replicated = self._states(named["state"], added, start, f"{prefix}state/")
+            self.flat.replicated.extend(replicated)
+            held = range(start, len(self.flat.names))
+            if len(replicated) < len(held):  # of parameters of no module, or of none: ranks may hold something else
+                self.flat.alone.extend({*held}.difference(replicated))
             self.flat.settings[f"{prefix}param_groups"] = _digest_of_settings(node["state"]["param_groups"])
         return node
 
-    def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:
+    def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Sequence[int]:
         """Return the positions of what an optimizer keeps for parameters that a module has.
 
         State of a parameter of no module ("param.7") may differ between ranks.
