@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -299,6 +300,28 @@ def test_wrong_words_are_refused(tmp_path, arguments):
     """A word that is no choice is a ConfigError that lists the choices."""
     with pytest.raises(hf.ConfigError, match=r"'this'|'drop'"):
         hf.save(tmp_path / "a", {"n": 1}, **arguments)
+
+
+@pytest.mark.parametrize("step", [-1, 2.0, True, "5", 1 << 62])
+@pytest.mark.parametrize("call", [hf.save, hf.save_async])
+def test_a_step_that_no_manifest_can_have_is_refused(tmp_path, call, step):
+    """Before anything is written: the checkpoint that it would replace is there still (it became unreadable)."""
+    hf.save(tmp_path / "a", {"n": 1}, step=1)
+    with pytest.raises(hf.ConfigError, match=r"step=.*whole number of at least 0"):
+        call(tmp_path / "a", {"n": 2}, step=step, overwrite=True)
+    assert hf.load(tmp_path / "a") == {"n": 1}
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_a_step_of_numpy_or_torch_is_its_number(tmp_path, step):
+    """A count as libraries give it is recorded."""
+    assert hf.save(tmp_path / "a", {"n": 1}, step=step).step == 7
+
+
+def test_metrics_are_a_mapping(tmp_path):
+    """A list of metrics is refused with what to give."""
+    with pytest.raises(hf.ConfigError, match=r"mapping \{name: number\}"):
+        hf.save(tmp_path / "a", {"n": 1}, metrics=[("loss", 1.0)])
 
 
 @pytest.mark.parametrize("call", [hf.save, hf.save_async])

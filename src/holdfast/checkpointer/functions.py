@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import threading
 import time
@@ -114,7 +115,7 @@ def save(
     Args:
         path: where the checkpoint goes: a path, a URI or a `Checkpoint`.
         state: mapping of names to values (see docs/state.md for what a value may be).
-        step: training step to record.
+        step: training step to record, a whole number from 0.
         metrics: numbers to record.
         overwrite: replace a committed checkpoint there; the old one is readable until the new one commits.
         ranks: "all" (every rank calls, as often and with the same paths; the first call sets up a channel between
@@ -129,6 +130,7 @@ def save(
     Raises:
         UnsupportedStateError: a value cannot be saved; nothing was written.
         CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
+        ConfigError: an argument is wrong; nothing was written.
         StorageError: the storage failed; an older checkpoint there is untouched.
         HoldfastError: a rank failed, died or did not come within ten minutes; the same error on all ranks names it.
 
@@ -392,6 +394,19 @@ def _group(alike: Alike, into: Mapping[Any, Any] | None, info: RankInfo) -> tupl
 def _checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return path if isinstance(path, Checkpoint) else Checkpoint(path)
 
+def _recorded_step(step: Any) -> int | None:
+    """Return the step that a manifest can have; one of NumPy or torch is taken as its number."""
+    if step is None:
+        return None
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 62:
+        raise ConfigError(f"step={step!r}: give a whole number of at least 0, or leave it out")
+    return number
+
+
 
 @after_fork_in_child
 def _after_fork_in_child() -> None:
@@ -476,7 +491,7 @@ class SaveTarget:
         check_free(checkpoint.storage, checkpoint.directory, overwrite=self.overwrite)
         manifest = manifest_fields(
             checkpoint_id=uuid.uuid4().hex,
-            step=step,
+            step=_recorded_step(step),
             epoch=None,
             metrics=metrics or {},
             world_size=1 if self.rank_group is None else self.rank_group.world_size,
