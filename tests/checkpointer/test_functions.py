@@ -318,6 +318,42 @@ def test_a_step_of_numpy_or_torch_is_its_number(tmp_path, step):
     assert hf.save(tmp_path / "a", {"n": 1}, step=step).step == 7
 
 
+def test_weights_are_not_cast_to_whole_numbers(tmp_path):
+    """A dtype that would truncate every weight, or is none, is refused before anything is read."""
+    hf.save(tmp_path / "a", {"w": torch.tensor([0.4])})
+    for dtype in (torch.int8, torch.bool, "float16"):
+        with pytest.raises(hf.ConfigError, match=r"give a floating dtype"):
+            hf.load(tmp_path / "a", dtype=dtype)
+    for device in ("gpu", {"cuda:0": "cpu"}):
+        with pytest.raises(hf.ConfigError, match=r"map_location=.*give a device"):
+            hf.load(tmp_path / "a", map_location=device)
+    assert hf.load(tmp_path / "a", dtype=torch.bfloat16)["w"].dtype is torch.bfloat16
+
+
+def test_names_from_a_generator_are_taken(tmp_path):
+    """A generator gives its names once, and they count: also for a run, whose newest checkpoint is looked for first."""
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.ones(1), "b": torch.ones(1)}, every=1) as ck:
+        ck.step()
+    live = {"w": torch.zeros(1)}
+    hf.load(tmp_path / "run", live, only=(name for name in ["w"]))
+    assert live["w"].item() == 1
+    live = {"w": torch.zeros(1), "b": torch.zeros(1)}
+    hf.load(tmp_path / "run", live, skip=(name for name in ["w"]))
+    assert (live["w"].item(), live["b"].item()) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["only", "skip", "allow_missing", "rename"])
+@pytest.mark.parametrize("value", [5, [5], True, {5: "x"}])
+def test_what_are_no_names_is_refused(tmp_path, name, value):
+    """A number where names belong is a ConfigError that names the argument, for `load` and for a run."""
+    hf.save(tmp_path / "a", {"n": 1})
+    with pytest.raises(hf.ConfigError, match=name):
+        hf.load(tmp_path / "a", **{name: value})
+    if name != "only":
+        with pytest.raises(hf.ConfigError, match=name):
+            hf.Checkpointer(tmp_path / "run", {"n": 1}, **{name: value})
+
+
 def test_metrics_are_a_mapping(tmp_path):
     """A list of metrics is refused with what to give."""
     with pytest.raises(hf.ConfigError, match=r"mapping \{name: number\}"):
