@@ -57,6 +57,8 @@ class Keep:
                 raise ConfigError(f"Keep({name}={value!r}): give a whole number of at least 1, or leave it out")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"Keep(mode={self.mode!r}): use 'min' (smaller is better) or 'max'")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise ConfigError(f"Keep(metric={self.metric!r}): give the name of a metric, as in metric='val_loss'")
         if self.best is not None and not self.metric:
             raise ConfigError(f"Keep(best={self.best}) needs the metric that ranks, as in metric='val_loss'")
         if self.every is not None and self.interval.unit not in ("ba", "ep", "sec"):  # type: ignore[union-attr]

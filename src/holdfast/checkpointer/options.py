@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._meant import closest
 from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
-from holdfast.config import Guard, Keep, Mirror, check_silence, check_timeout
+from holdfast.config import Guard, Keep, Mirror, check_silence, check_timeout, is_int
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE
 from holdfast.state.load.selection import Fit, Selection, covers, patterns_of
@@ -147,7 +147,9 @@ class CheckpointerOptions:
                 f"silence_s={silence_s!r} is longer than timeout_s={timeout_s!r}, after which a save fails: "
                 "raise timeout_s too"
             )
-        if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
+        if not isinstance(as_given["seed_samples"], bool):
+            raise ConfigError(f"seed_samples={as_given['seed_samples']!r}: use True or False")
+        if not is_int(exit_code_for_requeue) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
         auto, given = _divide(every)
         intervals = _intervals("every", given)
