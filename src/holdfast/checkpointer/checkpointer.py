@@ -16,7 +16,7 @@ from holdfast._log import get_logger
 from holdfast._meant import suggests
 from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
-from holdfast.config import Guard, Keep, Mirror
+from holdfast.config import Guard, Keep, Mirror, ranking_of
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.run.data_ring import DataRing
 from holdfast.run.life import RolledBack
@@ -512,18 +512,12 @@ class Checkpointer:
 
         Args:
             metric: name of a metric.
-            mode: "min" or "max"; default: that of ``keep``.
+            mode: "min" or "max"; default: that of ``keep`` if it ranks by this metric, else "min".
 
         Raises:
             ConfigError: neither ``metric`` nor ``keep`` names one.
         """
-        keep = self.options.keep
-        name = metric or (keep.metric if keep is not None else None)
-        if name is None:
-            raise ConfigError("ck.best() needs the name of a metric, or keep=Keep(best=..., metric=...)")
-        order = mode or (keep.mode if keep is not None else "min")
-        if order not in ("min", "max"):
-            raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
+        name, order = ranking_of(self.options.keep, metric, mode, what="ck.best()")
         found = [(side, record) for side in self._sides if (record := _view_of(side).best(name, order)) is not None]
         if not found:
             return None
