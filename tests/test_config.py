@@ -43,6 +43,8 @@ class Callback:
         (lambda: CheckpointConfig(checkpoint_score_order="best"), "'max' (larger is better) or 'min'"),
         (lambda: CheckpointConfig(checkpoint_score_attribute=""), "name of a metric"),
         (lambda: CheckpointConfig(checkpoint_score_attribute=7), "name of a metric"),
+        (lambda: Keep(best=1, metric=["loss"]), "name of a metric"),
+        (lambda: Keep(every="1e400ba"), "positive and whole"),
         (lambda: CheckpointConfig(keep=3), "holdfast.Keep"),
         (lambda: CheckpointConfig(keep=Keep(last=1), num_to_keep=2), "leave num_to_keep"),
         (lambda: CheckpointStrategy(num_to_keep=-1), "0 to write none"),
@@ -70,6 +72,8 @@ class Callback:
         (lambda: RunConfig(failure_config={"max_failures": 1}), "holdfast.FailureConfig"),
         (lambda: RunConfig(callbacks=Callback()), "a list"),
         (lambda: RunConfig(callbacks=[object()]), "after_report"),
+        (lambda: hf.Checkpointer("run", seed_samples="no"), "seed_samples='no': use True or False"),
+        (lambda: hf.Checkpointer("run", exit_code_for_requeue=True), "exit status"),
     ],
 )
 def test_wrong_values_are_refused_when_they_are_given(make, says: str) -> None:

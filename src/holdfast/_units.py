@@ -38,8 +38,8 @@ class Interval:
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
             raise ConfigError(f"unknown unit {self.unit!r} in an interval: use one of {', '.join(UNITS)}")
-        whole = self.unit == "sec" or self.value == int(self.value)
-        if not (self.value > 0) or self.value == float("inf") or not whole:
+        finite = 0 < self.value < float("inf")
+        if not finite or (self.unit != "sec" and self.value != int(self.value)):
             raise ConfigError(f"an interval of {self.value:g}{self.unit} is never due: it must be positive and whole")
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from .errors import ConfigError
 
 __all__ = [
     "KEEP_TEXT", "VERIFY_VARIABLE", "Guard", "Keep", "Mirror", "Rule", "check_kind", "check_silence", "check_timeout",
-    "is_int", "is_number", "keep_from_text", "rules_of", "stored_keep",
+    "is_int", "is_number", "keep_from_text", "ranking_of", "rules_of", "stored_keep",
 ]  # fmt: skip
 
 VERIFY_VARIABLE = "HOLDFAST_VERIFY"
@@ -57,6 +57,8 @@ class Keep:
                 raise ConfigError(f"Keep({name}={value!r}): give a whole number of at least 1, or leave it out")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"Keep(mode={self.mode!r}): use 'min' (smaller is better) or 'max'")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise ConfigError(f"Keep(metric={self.metric!r}): give the name of a metric, as in metric='val_loss'")
         if self.best is not None and not self.metric:
             raise ConfigError(f"Keep(best={self.best}) needs the metric that ranks, as in metric='val_loss'")
         if self.every is not None and self.interval.unit not in ("ba", "ep", "sec"):  # type: ignore[union-attr]
@@ -144,6 +146,23 @@ def keep_from_text(text: str, *, option: str) -> Keep:
     if not rules_of(keep):
         raise ConfigError(f"{option} {text!r} names no rule, which keeps everything; {KEEP_TEXT}")
     return keep
+
+
+def ranking_of(keep: Keep | None, metric: str | None, mode: str | None, *, what: str) -> tuple[str, str]:
+    """Return the metric and the mode by which a user's ``what`` ranks: those given, else those of ``keep``.
+
+    The mode of ``keep`` is that of its own metric: of another one, the greatest loss would be the best.
+
+    Raises:
+        ConfigError: there is no metric, or no such mode.
+    """
+    name = metric or (keep.metric if keep is not None else None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} needs the name of a metric, or keep=Keep(best=..., metric=...)")
+    order = mode or (keep.mode if keep is not None and keep.metric == name else "min")
+    if order not in ("min", "max"):
+        raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
+    return name, order
 
 
 def stored_keep(data: Mapping[str, Any] | None) -> Keep:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -299,6 +300,64 @@ def test_wrong_words_are_refused(tmp_path, arguments):
     """A word that is no choice is a ConfigError that lists the choices."""
     with pytest.raises(hf.ConfigError, match=r"'this'|'drop'"):
         hf.save(tmp_path / "a", {"n": 1}, **arguments)
+
+
+@pytest.mark.parametrize("step", [-1, 2.0, True, "5", 1 << 62])
+@pytest.mark.parametrize("call", [hf.save, hf.save_async])
+def test_a_step_that_no_manifest_can_have_is_refused(tmp_path, call, step):
+    """Before anything is written: the checkpoint that it would replace is there still (it became unreadable)."""
+    hf.save(tmp_path / "a", {"n": 1}, step=1)
+    with pytest.raises(hf.ConfigError, match=r"step=.*whole number of at least 0"):
+        call(tmp_path / "a", {"n": 2}, step=step, overwrite=True)
+    assert hf.load(tmp_path / "a") == {"n": 1}
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)])
+def test_a_step_of_numpy_or_torch_is_its_number(tmp_path, step):
+    """A count as libraries give it is recorded."""
+    assert hf.save(tmp_path / "a", {"n": 1}, step=step).step == 7
+
+
+def test_weights_are_not_cast_to_whole_numbers(tmp_path):
+    """A dtype that would truncate every weight, or is none, is refused before anything is read."""
+    hf.save(tmp_path / "a", {"w": torch.tensor([0.4])})
+    for dtype in (torch.int8, torch.bool, "float16"):
+        with pytest.raises(hf.ConfigError, match=r"give a floating dtype"):
+            hf.load(tmp_path / "a", dtype=dtype)
+    for device in ("gpu", {"cuda:0": "cpu"}):
+        with pytest.raises(hf.ConfigError, match=r"map_location=.*give a device"):
+            hf.load(tmp_path / "a", map_location=device)
+    assert hf.load(tmp_path / "a", dtype=torch.bfloat16)["w"].dtype is torch.bfloat16
+
+
+def test_names_from_a_generator_are_taken(tmp_path):
+    """A generator gives its names once, and they count: also for a run, whose newest checkpoint is looked for first."""
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.ones(1), "b": torch.ones(1)}, every=1) as ck:
+        ck.step()
+    live = {"w": torch.zeros(1)}
+    hf.load(tmp_path / "run", live, only=(name for name in ["w"]))
+    assert live["w"].item() == 1
+    live = {"w": torch.zeros(1), "b": torch.zeros(1)}
+    hf.load(tmp_path / "run", live, skip=(name for name in ["w"]))
+    assert (live["w"].item(), live["b"].item()) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["only", "skip", "allow_missing", "rename"])
+@pytest.mark.parametrize("value", [5, [5], True, {5: "x"}])
+def test_what_are_no_names_is_refused(tmp_path, name, value):
+    """A number where names belong is a ConfigError that names the argument, for `load` and for a run."""
+    hf.save(tmp_path / "a", {"n": 1})
+    with pytest.raises(hf.ConfigError, match=name):
+        hf.load(tmp_path / "a", **{name: value})
+    if name != "only":
+        with pytest.raises(hf.ConfigError, match=name):
+            hf.Checkpointer(tmp_path / "run", {"n": 1}, **{name: value})
+
+
+def test_metrics_are_a_mapping(tmp_path):
+    """A list of metrics is refused with what to give."""
+    with pytest.raises(hf.ConfigError, match=r"mapping \{name: number\}"):
+        hf.save(tmp_path / "a", {"n": 1}, metrics=[("loss", 1.0)])
 
 
 @pytest.mark.parametrize("call", [hf.save, hf.save_async])

@@ -560,3 +560,15 @@ def test_an_epoch_that_kept_batches_would_have_filled_is_said_to_be_over(
     train(until)
     train(4)
     assert "went on from its middle and ended without a step: 'short' had given its last batch" in caplog.text
+
+
+def test_what_is_no_number_of_epochs_and_no_name(tmp_path: Path) -> None:
+    """Said where it is given, with what to give; "for ever" is a number."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None) as ck:
+        for count in ("3", None, 2.5, True, float("nan")):
+            with pytest.raises(hf.ConfigError, match="the number of epochs in all"):
+                ck.epochs(count)
+        assert list(itertools.islice(ck.epochs(float("inf")), 2)) == [0, 1]
+        with pytest.raises(hf.ConfigError, match=r"name=5: give the name of a loader"):
+            ck.batches([1], name=5)
+        ck.step()

@@ -72,6 +72,8 @@ def test_what_cannot_be_called(tmp_path: Path) -> None:
     """A wrong argument is said at once."""
     with pytest.raises(hf.ConfigError, match="on_commit"):
         hf.Checkpointer(tmp_path, {}, on_commit=[1])  # type: ignore[list-item]
+    with pytest.raises(hf.ConfigError, match=r"on_commit=5: give a function"):
+        hf.Checkpointer(tmp_path, {}, on_commit=5)  # type: ignore[arg-type]
 
 
 def test_digest_of_foreign_files(tmp_path: Path) -> None:

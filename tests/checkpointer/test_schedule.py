@@ -73,6 +73,10 @@ def test_a_deadline_leaves_time_for_the_last_save() -> None:
     assert 3500 < Deadline(moment, now=0.0).at <= 3600
     with pytest.raises(hf.ConfigError, match="has passed"):
         Deadline(moment - timedelta(hours=2), now=0.0)
+    for spec in ("tomorrow", "500ba", [1], True):
+        with pytest.raises(hf.ConfigError, match=r"deadline=.*a span of time.*an aware datetime, or 'slurm'"):
+            Deadline(spec, now=0.0)
+    assert Deadline("1 hour", now=0.0).at == 3600
 
 
 def test_an_interval_that_adjusts_itself_never_saves_less_often_than_was_asked_for() -> None:

@@ -211,6 +211,17 @@ def test_latest_best_and_checkpoints_tell_what_is_committed(tmp_path: Path) -> N
     assert [one.step for one in ck.checkpoints()] == [6, 4, 2]  # after the run, too
 
 
+def test_the_mode_of_keep_is_that_of_its_own_metric(tmp_path: Path) -> None:
+    """Where `keep` ranks by the greatest accuracy, the best loss is still the least one."""
+    keep = hf.Keep(last=9, best=1, metric="accuracy", mode="max")
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=keep) as ck:
+        for number in (1, 2, 3):
+            ck.step(accuracy=number, loss=10 - number)
+    assert (ck.best().step, ck.best("loss").step, ck.best("loss", mode="max").step) == (3, 3, 1)
+    with pytest.raises(hf.ConfigError, match="needs the name of a metric"):
+        ck.best(5)  # type: ignore[arg-type]
+
+
 def test_rows_that_a_resume_made_void_leave_the_history(tmp_path: Path) -> None:
     """Six steps, then on from step 2: rows 3 to 6 of the first life are replaced by those of the second."""
     state = kit.make_state()

@@ -145,6 +145,13 @@ def test_paths_that_leave_the_checkpoint_are_refused(path):
             sample(files=(FileEntry(path=path, size=0, digest=D),)).to_bytes()
 
 
+@pytest.mark.parametrize("fields", [{"step": -1}, {"step": 2.0}, {"epoch": "1"}, {"metrics": {1: 2}}, {"run_id": 5}])
+def test_a_field_that_no_reader_accepts_is_not_written(fields):
+    """What `from_bytes` would call damaged is never committed."""
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        sample(**fields).to_bytes()
+
+
 ROW = {"path": "a", "size": 65_537, "digest": D, "role": "tensors"}
 HOSTILE = {
     "another format": tree_of(format="zip"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast._optional import tracker
@@ -25,7 +25,9 @@ def listeners(given: Listener | str | Sequence[Listener | str]) -> tuple[Listene
     Raises:
         ConfigError: something cannot be called.
     """
-    several = (given,) if callable(given) or isinstance(given, str) else given
+    several: Iterable[Any] = (given,)
+    if isinstance(given, Iterable) and not callable(given) and not isinstance(given, str):
+        several = given
     found = tuple(tracker(listener, what="on_commit") for listener in several)
     for listener in found:
         if not callable(listener):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from holdfast._log import get_logger
 from holdfast._meant import suggests
 from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
-from holdfast.config import Guard, Keep, Mirror
+from holdfast.config import Guard, Keep, Mirror, ranking_of
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.run.data_ring import DataRing
 from holdfast.run.life import RolledBack
@@ -141,8 +143,8 @@ class Checkpointer:
         seed_samples: bool = True,
         on_commit: Listener | str | Sequence[Listener | str] | None = None,
         strict: bool = True,
-        allow_missing: str | Sequence[str] = (),
-        skip: str | Sequence[str] = (),
+        allow_missing: str | Sequence[str] | None = (),
+        skip: str | Sequence[str] | None = (),
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
@@ -367,7 +369,13 @@ class Checkpointer:
         self._left = time.perf_counter()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs still to do, up to ``count`` in all."""
+        """Yield the numbers of the epochs still to do, up to ``count`` in all.
+
+        Raises:
+            ConfigError: ``count`` is no number of epochs.
+        """
+        if not isinstance(count, Real) or isinstance(count, bool) or (count != math.inf and count % 1 != 0):
+            raise ConfigError(f"ck.epochs({count!r}): give the number of epochs in all, a whole one")
         boundary = self._live_boundary()
         # Asked for more, the last epoch comes again without batches: what the body does at its end (a scheduler's step)
         # came after the checkpoint if that was made by the last `step`.
@@ -394,10 +402,12 @@ class Checkpointer:
                 they come again after a resume. ``ck.step()`` is the boundary then, and the last line of the body.
 
         Raises:
-            ConfigError: ``ahead`` is no whole number >= 0.
+            ConfigError: ``ahead`` is no whole number >= 0, or ``name`` no text.
         """
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ConfigError(f"ahead={ahead!r}: give the number of batches that are drawn before they are trained")
+        if not isinstance(name, str):
+            raise ConfigError(f"name={name!r}: give the name of a loader, as in name='unlabelled'")
         done = self._live_boundary().epoch_done
         found = Batches(self._progress, loader, name, split=split, ahead=ahead, ask=self._ask, epoch_done=done)
         return found if self._watcher is None else self._watcher.batches(found)
@@ -512,18 +522,12 @@ class Checkpointer:
 
         Args:
             metric: name of a metric.
-            mode: "min" or "max"; default: that of ``keep``.
+            mode: "min" or "max"; default: that of ``keep`` if it ranks by this metric, else "min".
 
         Raises:
             ConfigError: neither ``metric`` nor ``keep`` names one.
         """
-        keep = self.options.keep
-        name = metric or (keep.metric if keep is not None else None)
-        if name is None:
-            raise ConfigError("ck.best() needs the name of a metric, or keep=Keep(best=..., metric=...)")
-        order = mode or (keep.mode if keep is not None else "min")
-        if order not in ("min", "max"):
-            raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
+        name, order = ranking_of(self.options.keep, metric, mode, what="ck.best()")
         found = [(side, record) for side in self._sides if (record := _view_of(side).best(name, order)) is not None]
         if not found:
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, IncompleteCheckpointError, SessionError
 from holdfast.run.names import check_free
 from holdfast.state.load.restore import Loaded, load_state, set_attributes
-from holdfast.state.load.selection import Fit, covers
+from holdfast.state.load.selection import Fit, covers, patterns_of
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -114,7 +115,7 @@ def save(
     Args:
         path: where the checkpoint goes: a path, a URI or a `Checkpoint`.
         state: mapping of names to values (see docs/state.md for what a value may be).
-        step: training step to record.
+        step: training step to record, a whole number from 0.
         metrics: numbers to record.
         overwrite: replace a committed checkpoint there; the old one is readable until the new one commits.
         ranks: "all" (every rank calls, as often and with the same paths; the first call sets up a channel between
@@ -129,6 +130,7 @@ def save(
     Raises:
         UnsupportedStateError: a value cannot be saved; nothing was written.
         CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
+        ConfigError: an argument is wrong; nothing was written.
         StorageError: the storage failed; an older checkpoint there is untouched.
         HoldfastError: a rank failed, died or did not come within ten minutes; the same error on all ranks names it.
 
@@ -264,7 +266,7 @@ def load(
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     strict: bool = True,
-    allow_missing: Iterable[str] = (),
+    allow_missing: str | Iterable[str] | None = (),
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     map_location: torch.device | str | None = None,
@@ -310,6 +312,10 @@ def load(
         )
     if ranks not in ("all", "this"):
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls load) or 'this' (only the calling rank loads)")
+    # Once: what gives them only once, such as a generator, would be empty where they are asked for again.
+    taken = None if only is None else patterns_of(only, "only")
+    left_out = None if skip is None else patterns_of(skip, "skip")
+    may_lack = () if allow_missing is None else patterns_of(allow_missing, "allow_missing")
     info = current_ranks()
     together = ranks == "all" and info.world_size > 1
     meeting: Meeting = Alone()
@@ -330,12 +336,11 @@ def load(
     (checkpoint,), (group,) = found, groups
     apart = (group or tuple(range(info.world_size))) if is_apart else None
     outcome: list[Loaded] = []
-    asked = only is not None and covers((only,) if isinstance(only, str) else tuple(only), RESERVED)
 
     def read(checkpoint: Checkpoint) -> None:
         fit = Fit(
-            only=only, skip=skip, rename=rename, strict=strict, apart=apart, bookkeeping=None if asked else RESERVED,
-            allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
+            only=taken, skip=left_out, rename=rename, strict=strict, apart=apart, allow_missing=may_lack,
+            bookkeeping=None if taken is not None and covers(taken, RESERVED) else RESERVED,
         )  # fmt: skip
         loaded = load_state(
             checkpoint.storage.child(checkpoint.directory), into, fit, dtype=dtype, map_location=map_location,
@@ -387,6 +392,19 @@ def _group(alike: Alike, into: Mapping[Any, Any] | None, info: RankInfo) -> tupl
     from holdfast.state.tree.sharded import group_of, ranks_alike  # not above: a process alone needs neither
 
     return ranks_alike(alike, rank=rank, world_size=world_size) or group_of(into, rank=rank, world_size=world_size)
+
+
+def _recorded_step(step: Any) -> int | None:
+    """Return the step that a manifest can have; one of NumPy or torch is taken as its number."""
+    if step is None:
+        return None
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 62:
+        raise ConfigError(f"step={step!r}: give a whole number of at least 0, or leave it out")
+    return number
 
 
 def _checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -476,7 +494,7 @@ class SaveTarget:
         check_free(checkpoint.storage, checkpoint.directory, overwrite=self.overwrite)
         manifest = manifest_fields(
             checkpoint_id=uuid.uuid4().hex,
-            step=step,
+            step=_recorded_step(step),
             epoch=None,
             metrics=metrics or {},
             world_size=1 if self.rank_group is None else self.rank_group.world_size,

@@ -252,8 +252,10 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Turn metric values into plain numbers; tensors are read here, which waits for their device.
 
     Raises:
-        ConfigError: a value is no metric.
+        ConfigError: a value is no metric, or this is no mapping.
     """
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"metrics={metrics!r}: give a mapping {{name: number}}")
     return {name: _plain(value, name) for name, value in metrics.items()}
 
 

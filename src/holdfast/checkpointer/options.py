@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from holdfast._meant import closest
 from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_bytes, parse_intervals
-from holdfast.config import Guard, Keep, Mirror, check_silence, check_timeout
+from holdfast.config import Guard, Keep, Mirror, check_silence, check_timeout, is_int
 from holdfast.errors import ConfigError
 from holdfast.run.life import VARIABLE
-from holdfast.state.load.selection import Fit, Selection, covers
+from holdfast.state.load.selection import Fit, Selection, covers, patterns_of
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
@@ -116,8 +116,8 @@ class CheckpointerOptions:
         silence_s: float,
         on_commit: Listener | str | Sequence[Listener | str] | None,
         strict: bool,
-        allow_missing: str | Sequence[str],
-        skip: str | Sequence[str],
+        allow_missing: str | Sequence[str] | None,
+        skip: str | Sequence[str] | None,
         rename: Mapping[str, str] | None,
         rescue: IntervalLike | Sequence[IntervalLike] | None,
         guard: Guard | None,
@@ -147,7 +147,9 @@ class CheckpointerOptions:
                 f"silence_s={silence_s!r} is longer than timeout_s={timeout_s!r}, after which a save fails: "
                 "raise timeout_s too"
             )
-        if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
+        if not isinstance(as_given["seed_samples"], bool):
+            raise ConfigError(f"seed_samples={as_given['seed_samples']!r}: use True or False")
+        if not is_int(exit_code_for_requeue) or not 0 <= exit_code_for_requeue <= 255:
             raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
         auto, given = _divide(every)
         intervals = _intervals("every", given)
@@ -224,15 +226,17 @@ def _intervals(name: str, given: IntervalLike | Sequence[IntervalLike] | None) -
 
 
 def _fit(
-    strict: bool, allow_missing: str | Sequence[str], skip: str | Sequence[str], rename: Mapping[str, str] | None
+    strict: bool,
+    allow_missing: str | Sequence[str] | None,
+    skip: str | Sequence[str] | None,
+    rename: Mapping[str, str] | None,
 ) -> Fit:
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: use True or False")
-    if rename is not None and not isinstance(rename, Mapping):
-        raise ConfigError(f"rename={rename!r}: give a dict {{stored name or glob: new name}}")
-    missing, left_out = ((given,) if isinstance(given, str) else tuple(given) for given in (allow_missing, skip))
-    if missing or left_out or rename:
-        Selection(missing or None, left_out or None, rename)  # refuses what is no name
+    missing = () if allow_missing is None else patterns_of(allow_missing, "allow_missing")
+    left_out = () if skip is None else patterns_of(skip, "skip")
+    Selection(rename=rename)  # refuses what is no name
+    if left_out:
         own = [pattern for pattern in left_out if covers((pattern,), f"{RESERVED}/progress")]
         if own:
             raise ConfigError(f"skip={own[0]!r} covers the run's own step and data position: name entries of the state")

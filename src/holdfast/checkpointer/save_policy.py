@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Literal
 
-from holdfast._units import Interval, IntervalLike, parse_interval
+from holdfast._units import Interval, IntervalLike, parse_span, short_units
 from holdfast.errors import ConfigError
 
 from .progress import Progress
@@ -115,10 +115,14 @@ class Deadline:
         elif isinstance(spec, timedelta):
             seconds = spec.total_seconds()
         else:
-            interval = parse_interval(spec)
-            if interval.unit != "sec":
-                raise ConfigError(f"deadline={spec!r}: give a time, as in '3h50m', not {interval.unit}")
-            seconds = interval.value
+            span = parse_span(short_units(spec)) if isinstance(spec, str) else None
+            if isinstance(spec, Interval) and spec.unit == "sec":
+                span = spec.value
+            if span is None:
+                raise ConfigError(
+                    f"deadline={spec!r}: give a span of time ('3h50m', or seconds), an aware datetime, or 'slurm'"
+                )
+            seconds = span
         if not seconds > 0:
             raise ConfigError(f"deadline={spec!r} has passed already ({seconds:.0f} s)")
         self.at = now + seconds

@@ -151,8 +151,12 @@ class Manifest:
         """Write this manifest.
 
         Raises:
-            ConfigError: a file has a name that no reader would accept.
+            ConfigError: a file has a name, or a field a value, that no reader would accept.
         """
+        malformed = [name for name, check in _CHECKS.items() if not check(getattr(self, name))]
+        if malformed:
+            values = ", ".join(f"{name}={brief(getattr(self, name), 120)}" for name in malformed)
+            raise ConfigError(f"this checkpoint cannot be committed, nobody could read it: {values}")
         lines = [f'"format": "{FORMAT}"'.encode(), f'"format_version": "{FORMAT_VERSION}"'.encode()]
         for item in fields(self):
             value = getattr(self, item.name)
@@ -287,7 +291,7 @@ def _is_text_or_none(value: object) -> bool:
 
 
 def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
 _CHECKS = {

@@ -25,7 +25,7 @@ from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS, RunSave, passi
 from holdfast.checkpointer.rendezvous import Rendezvous
 from holdfast.checkpointer.resume import Quarantine, first_good
 from holdfast.checkpointer.run_session import RunSession
-from holdfast.config import Keep, check_timeout
+from holdfast.config import Keep, check_timeout, ranking_of
 from holdfast.copying.local import clone_or_link_tree
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -146,11 +146,11 @@ class DirectoryCheckpoints:
         return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
 
     def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
-        """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value."""
-        name = metric or (self.keep.metric if self.keep is not None else None)
-        if name is None:
-            raise ConfigError("best() needs the name of a metric, or keep=Keep(best=..., metric=...)")
-        record = Catalog(self.storage).best(name, mode or (self.keep.mode if self.keep is not None else "min"))
+        """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value.
+
+        Without ``mode``: that of ``keep`` if it ranks by this metric, else "min".
+        """
+        record = Catalog(self.storage).best(*ranking_of(self.keep, metric, mode, what="best()"))
         return None if record is None else Checkpoint.at(self.storage, record.name)
 
     # -- what to keep

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import holdfast as hf
 from holdfast.callbacks import Callback, ThresholdStopper
-from holdfast.core import EMA, Algorithm, Event, Precision, Time, Timestamp, TimeUnit
+from holdfast.core import EMA, Algorithm, DataSpec, Event, Precision, Time, Timestamp, TimeUnit
 from holdfast.loggers import JSONLLogger, LoggerDestination
 from holdfast.utils import load_checkpoint, save_checkpoint
 
@@ -218,3 +218,15 @@ def test_a_model_without_parameters() -> None:
     trainer = plain(None, model=torch.nn.Identity(), eval_dataloader=loader(6), loss_fn=lambda o, t: o.mean())
     assert trainer.state.optimizers == []
     assert set(trainer.eval()["eval"]) == {"loss"}
+
+
+def test_tokens_that_nobody_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches without "input_ids": a duration in tokens would never end and is refused, an interval in them is said."""
+    with pytest.raises(hf.ConfigError, match=r"max_duration='100tok'.*never end.*get_num_tokens_in_batch"):
+        plain(None, max_duration="100tok").fit()
+    counted = plain(None, max_duration="7tok", train_dataloader=DataSpec(loader(), get_num_tokens_in_batch=len))
+    counted.fit()
+    assert int(counted.state.timestamp.batch) == 4  # two a batch: inputs and targets
+    assert "never comes due" not in caplog.text
+    plain(tmp_path, save_interval="50tok").fit()
+    assert caplog.text.count("an interval of 50tok never comes due") == 1

@@ -87,11 +87,17 @@ def load_state(
     once what several of them need; where it does not fit on one of them, the others change and restore nothing.
 
     Raises:
+        ConfigError: an argument is wrong.
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
         CorruptCheckpointError: bytes differ from their digests.
     """
     selection = Selection(fit.only, fit.skip, fit.rename)
-    device = None if map_location is None else torch.device(map_location)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+        raise ConfigError(f"dtype={dtype!r}: floating tensors are cast: give a floating dtype such as torch.bfloat16")
+    try:
+        device = None if map_location is None else torch.device(map_location)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"map_location={map_location!r}: give a device such as 'cpu' or 'cuda:0'") from error
     others = _Others(fit.apart, rank, swap)
     try:
         stored = storage

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast._units import listed
 from holdfast.errors import ConfigError
 
-__all__ = ["Fit", "Selection", "covers", "of_one_name_each"]
+__all__ = ["Fit", "Selection", "covers", "of_one_name_each", "patterns_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,14 @@ class Selection:
         skip: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
     ) -> None:
-        self.only = None if only is None else _patterns(only, "only")
-        self.skip = _patterns(skip, "skip") if skip is not None else ()
+        self.only = None if only is None else patterns_of(only, "only")
+        self.skip = patterns_of(skip, "skip") if skip is not None else ()
         self._used: set[str] = set()  # patterns of `skip` that have left something out
-        self._rules = {old: (_compile(old), new) for old, new in (rename or {}).items()}
-        for old, new in (rename or {}).items():
+        rename = {} if rename is None else rename
+        if not isinstance(rename, Mapping) or {type(name) for pair in rename.items() for name in pair} - {str}:
+            raise ConfigError(f"rename={rename!r}: give a dict {{stored name or glob: new name}}")
+        self._rules = {old: (_compile(old), new) for old, new in rename.items()}
+        for old, new in rename.items():
             if new.count("*") > old.count("*"):
                 raise ConfigError(f"rename {{{old!r}: {new!r}}}: the new name has more '*' than the old name")
 
@@ -173,8 +176,13 @@ def _may_match(glob: str, below: str) -> bool:
     return fixed.startswith(below) or below.startswith(fixed)
 
 
-def _patterns(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+def patterns_of(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
+    """Return the names or globs that a user gave as ``argument``.
+
+    Raises:
+        ConfigError: there is something else among them.
+    """
+    patterns = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ConfigError(f"{argument}: give names or globs such as 'model' or 'optimizer/*', not {pattern!r}")

@@ -294,6 +294,11 @@ def num_batches(loader: Any) -> int | None:
         return None
 
 
+def counts_tokens(batch: Any, spec: DataSpec | None) -> bool:
+    """Tell whether a function counts tokens, or batches such as this one have any."""
+    return (spec is not None and spec.get_num_tokens_in_batch is not None) or num_tokens(batch) > 0
+
+
 def num_tokens(batch: Any) -> int:
     """Count tokens: the entries of "input_ids" in a dictionary, else none."""
     if isinstance(batch, Mapping):

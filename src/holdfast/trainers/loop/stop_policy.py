@@ -24,9 +24,10 @@ from holdfast.run.life import GUARD_STATUS, REQUEUE_STATUS
 from holdfast.run.record import metric_value
 from holdfast.run.rollbacks import read_rollbacks
 
+from .data import counts_tokens
 from .parallel import Ranks
 from .state import State
-from .time import Every, TimeUnit, When
+from .time import Every, Time, TimeUnit, When
 
 if TYPE_CHECKING:
     from .saving.saver_group import SaverGroup
@@ -39,12 +40,28 @@ def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequ
     """Return what decides in a training; with several ranks they all call this, and what they save to is open."""
     if state.ranks.world_size == 1:
         return StopPolicy(signals, group.guard)
-    every = [pace for pace in (*evals, *(saver.every for saver in group.savers)) if isinstance(pace, Every)]
-    times = [*(pace.interval for pace in every), state.max_duration]
+    times = [*_intervals(group, evals), state.max_duration]
     seconds = [time.value for time in times if time is not None and time.unit is TimeUnit.SECOND]
     return DistributedStopPolicy(
         signals, state.ranks, group.rank_group(), intervals_s=seconds, settle=group.settle_ended, guard=group.guard
     )
+
+
+def uncounted(state: State, group: SaverGroup, evals: Sequence[When]) -> str:
+    """Return what to say of intervals in tokens if the batch that was trained has none; "" if it does not matter."""
+    idle = sorted({str(time) for time in _intervals(group, evals) if time.unit is TimeUnit.TOKEN})
+    if not idle or counts_tokens(state.batch, state.train_spec):
+        return ""
+    return (
+        f"an interval of {' and '.join(idle)} never comes due: the batches have no tokens that are counted (the "
+        'entries of "input_ids" in a dictionary), so the end alone is saved or evaluated. Give DataSpec(loader, '
+        "get_num_tokens_in_batch=...) as train_dataloader, or an interval in batches"
+    )
+
+
+def _intervals(group: SaverGroup, evals: Sequence[When]) -> list[Time]:
+    every = (*evals, *(saver.every for saver in group.savers))
+    return [pace.interval for pace in every if isinstance(pace, Every)]
 
 
 class StopPolicy:

@@ -7,6 +7,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .saving.saver_group import SaverGroup, StartingPoint
 from .saving.uploads import RemoteUploaderDownloader
 from .schedulers import compiled, refresh
 from .state import State
-from .stop_policy import StopPolicy, TrainerGuard, make_pace
+from .stop_policy import StopPolicy, TrainerGuard, make_pace, uncounted
 from .time import Event, Every, Time, When, parse_duration, parse_when
 from .training import Evaluation, TrainingLoop, TrainStep, check_precision, make_scaler
 
@@ -385,6 +386,7 @@ class Trainer:
             if state.ranks.leads and not self._has_stepped:
                 live = {"state": {"model": state.model, "optimizers": state.optimizers}}
                 loop.checks = first_step_checks(live, *(self._saved or ()))
+                loop.checks.append(partial(uncounted, state, self._group, self._evals))
             self._has_stepped, self._saved = True, None
             was_left = state.is_finished and state.dataset_state.stage == "fit_end"
             complete = loop.run()

@@ -18,12 +18,12 @@ from holdfast.state.data.batches import ResumableBatches, batch_length
 from holdfast.state.tree import rng
 
 from .callbacks import EventEngine, Logger
-from .data import microbatches, num_batches, num_tokens, on_device
+from .data import counts_tokens, microbatches, num_batches, num_tokens, on_device
 from .evaluator import DEFAULT, EvaluationShare, LossOfEvaluation, computed
 from .parallel import Parallel, clip_gradients, is_sharded
 from .state import State
 from .stop_policy import StopPolicy
-from .time import Event, Every, Timestamp, When
+from .time import Event, Every, Timestamp, TimeUnit, When
 
 _LOG = get_logger("trainers.loop")
 _END: Any = object()
@@ -154,6 +154,8 @@ class TrainingLoop:
             if self._schedule_by_batch:
                 self._step_schedulers()
             samples, tokens = self._counts(batches, batches.samples - self._before)
+            if not tokens and state.max_duration is not None and state.max_duration.unit is TimeUnit.TOKEN:
+                self._check_tokens()
             state.previous_timestamp = state.timestamp
             state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
             state.dataset_state.trained()
@@ -214,6 +216,16 @@ class TrainingLoop:
             found = ranks.sum([own, tokens])
             return samples if exact else round(found[0]), round(found[1])
         return samples if exact else round(own), tokens
+
+    def _check_tokens(self) -> None:
+        """Refuse to train until so many tokens if none are counted: it would never end."""
+        if counts_tokens(self._state.batch, self._state.train_spec):
+            return
+        raise ConfigError(
+            f"max_duration={str(self._state.max_duration)!r}, and this batch has no tokens that are counted (the "
+            'entries of "input_ids" in a dictionary): training would never end. Give DataSpec(loader, '
+            "get_num_tokens_in_batch=...) as train_dataloader, or a duration in batches or samples"
+        )
 
     def _end_epoch(self) -> bool:
         state = self._state
