@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from holdfast.trainers.function.worker.session import get_context
 from holdfast.trainers.torch_helpers import PreparedLoader, get_device
 
 _LOG = get_logger("frameworks")
+_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 class HoldfastCallback(Grafted):
@@ -59,8 +62,7 @@ class HoldfastCallback(Grafted):
         self._evaluated = False  # since the last batch
         self._logged: tuple[int, int] | None = None  # batches trained in all, and the step that loggers have next
         self._logged_before: int | None = None  # that of the checkpoint, until a batch has begun
-        self._loaders: list[Any] = []
-        self._loaders_epoch = -1  # they were made in this epoch
+        self._num_made = 0  # loaders of this training so far
         self._named_no_folder: list[Any] = []
         self._block = ResumeBlock()
         self._not_restored: list[tuple[str, str]] = []
@@ -76,7 +78,7 @@ class HoldfastCallback(Grafted):
         self._found = self._generators = self._before = self._at_end = None
         self._logged = self._logged_before = None
         self._evaluated = False
-        self._loaders, self._loaders_epoch, self._ended, self._ahead = [], -1, [], []
+        self._num_made, self._ended, self._ahead = 0, [], []
         self._block, self._not_restored = ResumeBlock(), []
         self._named_no_folder = [
             callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", "") is None
@@ -85,10 +87,7 @@ class HoldfastCallback(Grafted):
         process = type(strategy).process_dataloader.__get__(strategy)
 
         def process_dataloader(loader: Any) -> Any:
-            loader = process(loader)
-            if not trainer.training:
-                return loader
-            loader, why_not = resumable(loader, trainer, seed_samples=self._seed_samples)
+            loader, why_not = resumable(process(loader), trainer, seed_samples=self._seed_samples)
             if why_not is not None:
                 self._not_restored.append(("position in the data", why_not))
             elif isinstance(loader, EpochLoader):
@@ -98,7 +97,17 @@ class HoldfastCallback(Grafted):
                 self._not_restored.append(("random numbers that samples draw in workers", why))
             return loader
 
-        strategy.process_dataloader = process_dataloader
+        fit_loop = trainer.fit_loop
+        setup_data = type(fit_loop).setup_data.__get__(fit_loop)
+
+        def setup_training_data() -> None:
+            strategy.process_dataloader = process_dataloader  # not for long: loaders of evaluations are left alone
+            try:
+                setup_data()
+            finally:
+                vars(strategy).pop("process_dataloader", None)
+
+        fit_loop.setup_data = setup_training_data
         loop = trainer.fit_loop.epoch_loop
         before_fetch = type(loop)._on_before_fetch.__get__(loop)
 
@@ -109,10 +118,12 @@ class HoldfastCallback(Grafted):
         loop._on_before_fetch = on_before_fetch
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the strategy and the loop their own methods back."""
+        """Give loops and callbacks their own methods back."""
         self._first_fetch.close()
-        vars(trainer.strategy).pop("process_dataloader", None)
+        vars(trainer.fit_loop).pop("setup_data", None)
         vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
+        for finder in _kinds(trainer.callbacks, *_FINDERS):
+            vars(finder).pop("on_fit_start", None)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of all ranks; every rank calls it."""
@@ -124,9 +135,10 @@ class HoldfastCallback(Grafted):
         checkpoint[self.KEY] = {
             "generators": generators_of_all(rng.capture() if then is None else then, trainer.world_size),
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "loaders": [loader.state_dict() for loader in _epoch_loaders(trainer)],
             "next_logged": self._logged and self._logged[1],
             "frozen": sorted(_frozen(pl_module)),
+            "searched": {name: get(name) for _, name, get, _ in searched(trainer, pl_module)},
         }
         if self._ahead:
             states = self._ahead[0 if batches.ready > batches.processed else -1]
@@ -136,6 +148,8 @@ class HoldfastCallback(Grafted):
         """Take note of what is to be restored, and let `ModelCheckpoint` go on in its folder."""
         if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
             return
+        if os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_")):
+            return  # a search is over, and goes back to where it began
         self._found = checkpoint.get(self.KEY, {})
         self._ends = epoch_end_of(checkpoint)
         self._logged_before = self._found.get("next_logged")
@@ -143,6 +157,7 @@ class HoldfastCallback(Grafted):
             # It has frozen all anew, and thaws at the beginning of an epoch only; DDP is not made yet.
             for name, weight in pl_module.named_parameters():
                 weight.requires_grad_(name not in frozen)
+        self._search_no_more(trainer, pl_module)
         self._ended = ended_loaders(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
@@ -230,7 +245,7 @@ class HoldfastCallback(Grafted):
         """Remember the generators: Lightning leaves out an evaluation if it resumes right before it."""
         self._before = rng.capture()
         self._note_logged(trainer)
-        for loader in self._loaders:
+        for loader in _epoch_loaders(trainer):
             loader.trained()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -258,17 +273,27 @@ class HoldfastCallback(Grafted):
         """Remember the generators, for what ``trainer.save_checkpoint`` saves from now on."""
         self._at_end = rng.capture()
 
+    def _search_no_more(self, trainer: Any, pl_module: Any) -> None:
+        """Take what a finder had found, and search no more: Lightning forgets to resume after a search."""
+        had = (self._found or {}).get("searched", {})
+        for finder in _kinds(trainer.callbacks, *_FINDERS):
+            finder.on_fit_start = _do_nothing
+        for finder, name, _, put in searched(trainer, pl_module):
+            if name in had:
+                put(name, had[name])
+                self._block.notes.append(f"{type(finder).__name__} does not search again: {name} is {had[name]!r}")
+            else:
+                why = f"no {type(finder).__name__} had found one when the checkpoint was saved, and none searches now"
+                self._not_restored.append((name, why))
+
     def _follow(self, loader: EpochLoader, epoch: int) -> None:
         """Let a loader that Lightning has just made begin where it has to."""
-        if epoch != self._loaders_epoch:
-            self._loaders, self._loaders_epoch = [], epoch  # reload_dataloaders_every_n_epochs
         saved = (self._found or {}).get("loaders", ())
-        number = len(self._loaders)
-        if self._generators is None and self._before is None and number < len(saved):
-            loader.load_state_dict(saved[number])
+        if self._generators is None and self._before is None and self._num_made < len(saved):
+            loader.load_state_dict(saved[self._num_made])
         else:
-            loader.set_epoch(epoch)
-        self._loaders.append(loader)
+            loader.set_epoch(epoch)  # reload_dataloaders_every_n_epochs
+        self._num_made += 1
 
     def _note_logged(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -547,9 +572,32 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
         )
 
 
-def _kinds(callbacks: Iterable[Any], name: str) -> list[Any]:
-    """Return the callbacks of a class of Lightning, under whichever name of the package."""
-    return [one for one in callbacks if any(cls.__name__ == name for cls in type(one).__mro__)]
+def searched(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Callable[[str], Any], Callable[[str, Any], None]]]:
+    """Yield each finder of a learning rate or batch size, the name of what it sets, and how to get and set that."""
+    for finder in _kinds(trainer.callbacks, *_FINDERS):
+        base = next(cls for cls in type(finder).__mro__ if cls.__name__ in _FINDERS)
+        of = importlib.import_module(f"{base.__module__.partition('.callbacks')[0]}.utilities.parsing")
+        names = [finder._batch_arg_name] if base.__name__ == "BatchSizeFinder" else []
+        if base.__name__ == "LearningRateFinder" and finder._update_attr:
+            names = [finder._attr_name] if finder._attr_name else ["lr", "learning_rate"]
+        for name in names:
+            if of.lightning_hasattr(module, name):
+                yield finder, name, partial(of.lightning_getattr, module), partial(of.lightning_setattr, module)
+
+
+def _do_nothing(*arguments: Any) -> None:
+    pass
+
+
+def _epoch_loaders(trainer: Any) -> list[EpochLoader]:
+    """Return the loaders of this kind that are in use; a search, or a new epoch, makes others."""
+    loaders = trainer.fit_loop._combined_loader
+    return [] if loaders is None else [one for one in loaders.flattened if isinstance(one, EpochLoader)]
+
+
+def _kinds(callbacks: Iterable[Any], *names: str) -> list[Any]:
+    """Return the callbacks of some classes of Lightning, under whichever name of the package."""
+    return [one for one in callbacks if any(cls.__name__ in names for cls in type(one).__mro__)]
 
 
 def _frozen(module: Any) -> set[str]:
