@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast._log import get_logger
@@ -25,6 +26,8 @@ from holdfast.state.tree import rng
 from holdfast.trainers.torch_helpers import PreparedLoader
 
 _LOG = get_logger("frameworks")
+_PACKAGES = ("lightning.", "pytorch_lightning.")
+_STOPS = "EarlyStopping"
 _FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
@@ -137,6 +140,8 @@ class HoldfastCallback(Grafted):
             "next_logged": self._logged and self._logged[1],
             "frozen": sorted(_frozen(pl_module)),
             "searched": {name: get(name) for _, name, get, _ in searched(trainer, pl_module)},
+            "stopped": trainer.should_stop and any(_has_stopped(one) for one in _kinds(trainer.callbacks, _STOPS)),
+            "pruned": pruned(trainer.callbacks, pl_module),
         }
         if self._ahead:
             states = self._ahead[0 if batches.ready > batches.processed else -1]
@@ -156,6 +161,8 @@ class HoldfastCallback(Grafted):
             for name, weight in pl_module.named_parameters():
                 weight.requires_grad_(name not in frozen)
         self._search_no_more(trainer, pl_module)
+        if self._found.get("stopped") and _kinds(trainer.callbacks, _STOPS):
+            trainer.should_stop = True
         self._ended = ended_loaders(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
@@ -173,33 +180,45 @@ class HoldfastCallback(Grafted):
             block.headline = f"{done or 'fresh start'}: fit() was given no ckpt_path"
             block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
-            at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
             self._not_restored += lost_at_epoch_end(self._ends, trainer, pl_module)
             if self._ends == "batch":
                 # An epoch like any other begins: else it would have no on_train_epoch_start.
                 trainer.fit_loop.reset_restart_stage()
                 trainer.fit_loop.epoch_loop._restarting = False
-            block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
-            restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
-            saved = self._found.get("generators")
-            if saved is None:
-                self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
+            block.headline = f"Lightning resumed from {trainer.ckpt_path} at {_place(trainer)}"
+            self._restore_generators(trainer, self._found.get("generators"))
+            if "generators" not in self._found:
                 self._not_restored.append(("order of the data", "for the same reason"))
-            elif len(saved) != trainer.world_size:
-                why = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
-                self._not_restored.append(("random generators", why))
-            else:
-                self._generators = saved[trainer.global_rank]
-                self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]
-                restored.append("random generators")
-            if saved is not None and not any(what == "position in the data" for what, _ in self._not_restored):
-                restored.append("order of the data and position in the epoch")
-            block.restored, block.not_restored = restored, self._not_restored
+            elif not any(what == "position in the data" for what, _ in self._not_restored):
+                block.restored = [*block.restored, "order of the data and position in the epoch"]
+            begin_averaging(trainer, pl_module)
+            self._not_restored += prune_again(self._found.get("pruned"), trainer.callbacks, pl_module)
+            block.not_restored = self._not_restored
         fixed = [fix_gradient_order(model) for model in parallel_modules(trainer.strategy.model).values()]
         if not all(fixed):
             block.notes.append(INEXACT)
         if trainer.is_global_zero:
             block.show()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Do what Lightning does at the end of training only, if there was nothing left to train, and say that."""
+        if self._found is None or self._block.headline:
+            return
+        progress = trainer.fit_loop.epoch_progress.current
+        progress.completed = progress.processed
+        self._block.headline = (
+            f"{trainer.ckpt_path} is the end of a training, at {_place(trainer)}: no batch is trained, and no hook of "
+            "training is called"
+        )
+        self._restore_generators(trainer, self._found.get("generators"))
+        self._generators, self._block.not_restored = None, self._not_restored
+        for callback in _kinds(trainer.callbacks, "WeightAveraging", "StochasticWeightAveraging"):
+            if not getattr(callback, "_model_contains_batch_norm", False):  # else an epoch more has done it
+                callback.on_train_end(trainer, pl_module)
+        if self._found.get("stopped"):
+            self._block.notes.append("early stopping had ended it: to train on, take that callback out")
+        if trainer.is_global_zero:
+            self._block.show()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with the generators of the checkpoint, whatever was drawn since, and so do its loaders."""
@@ -270,6 +289,18 @@ class HoldfastCallback(Grafted):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember the generators, for what ``trainer.save_checkpoint`` saves from now on."""
         self._at_end = rng.capture()
+
+    def _restore_generators(self, trainer: Any, saved: Any) -> None:
+        self._block.restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
+        if saved is None:
+            self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
+        elif len(saved) != trainer.world_size:
+            why = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
+            self._not_restored.append(("random generators", why))
+        else:
+            self._generators = saved[trainer.global_rank]
+            self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]
+            self._block.restored.append("random generators")
 
     def _search_no_more(self, trainer: Any, pl_module: Any) -> None:
         """Take what a finder had found, and search no more: Lightning forgets to resume after a search."""
@@ -521,6 +552,12 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
             "Lightning does not call this hook where it resumes within an epoch: what it sets has to be in the "
             "checkpoint, or set in on_train_start too",
         )
+    for averaging in _kinds(trainer.callbacks, "StochasticWeightAveraging"):
+        if trainer.max_epochs != -1 and epoch >= trainer.max_epochs:
+            yield (
+                type(averaging).__name__,
+                "the checkpoint was taken within the last epoch, which measures for batch norm: take an earlier one",
+            )
     if _overrides(module, "on_train_batch_end"):
         yield (
             "on_train_batch_end of the module",
@@ -555,19 +592,85 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
             "Lightning makes it after the checkpoint of an epoch, and leaves it out when it resumes from that; save "
             "within an epoch for all steps",
         )
-    own = [name for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)]
-    left_out = [*(f"{name} of the module" for name in own), *(["the evaluation"] if trainer.enable_validation else [])]
+    left_out = [
+        f"{name} of the module" for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)
+    ]
+    left_out += [f"on_train_epoch_end of {type(one).__name__}" for one in trainer.callbacks if _ends_epochs(one)]
+    left_out += ["the evaluation"] if trainer.enable_validation else []
     if ends == "batch" and left_out:
         yield (
             "the end of the epoch",
             "the checkpoint was taken after the last batch, and Lightning resumes with the next epoch, without "
             f"{', '.join(left_out)}: save at the end of an epoch, or by a number of steps that no epoch ends with",
         )
-    if _kinds(trainer.callbacks, "StochasticWeightAveraging"):
-        yield (
-            "StochasticWeightAveraging",
-            "Lightning restores its counts, but the weights at the end are not those of a training without a resume",
+
+
+def begin_averaging(trainer: Any, module: Any) -> None:
+    """Let `StochasticWeightAveraging` go on: Lightning does it in the next epoch only, at another learning rate."""
+    for averaging in _kinds(trainer.callbacks, "StochasticWeightAveraging"):
+        if averaging._scheduler_state is None or trainer.current_epoch > averaging.swa_end:
+            continue
+        (optimizer,) = trainer.optimizers
+        before = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        averaging.on_train_epoch_start(trainer, module)
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)  # to make its scheduler is a step of it
+
+
+def pruned(callbacks: Iterable[Any], module: Any) -> dict[str, Any]:
+    """Return what `ModelPruning` has in a module and leaves out of a checkpoint; {} if there is none.
+
+    Returns:
+        "weights": {name: (values without the mask, mask)}; "first": what each of the lottery's weights was at first.
+    """
+    if not (found := _kinds(callbacks, "ModelPruning")):
+        return {}
+    weights = {
+        f"{path}.{hook._tensor_name}": tuple(
+            getattr(layer, f"{hook._tensor_name}_{end}").detach() for end in ("orig", "mask")
         )
+        for path, layer in module.named_modules()
+        for hook in layer._forward_pre_hooks.values()
+        if isinstance(hook, prune.BasePruningMethod)
+    }
+    # Where it was pruned on the CPU, Lightning lets the weight and what it was at first share their memory.
+    first = [
+        [None if now.data_ptr() == was.data_ptr() else was.detach() for now, was in _tickets(one)] for one in found
+    ]
+    return {"weights": weights, "first": first}
+
+
+def prune_again(saved: Any, callbacks: Iterable[Any], module: Any) -> Iterator[tuple[str, str]]:
+    """Put back what `pruned` has returned, once there are optimizers; yields (what, why) of what cannot be."""
+    found = _kinds(callbacks, "ModelPruning")
+    if found and not saved:
+        yield "masks of ModelPruning", "the checkpoint has none: what was pruned grows again until the next pruning"
+    if not found or not saved:
+        return
+    with torch.no_grad():
+        for name, (values, mask) in saved["weights"].items():
+            path, _, own = name.rpartition(".")
+            try:
+                layer = module.get_submodule(path)
+                weight = getattr(layer, own)
+            except AttributeError:
+                yield f"mask of {name}", "the model has no such weight"
+                continue
+            weight.copy_(values)
+            prune.custom_from_mask(layer, own, mask.to(weight.device))  # type: ignore[no-untyped-call]
+        for one, first in zip(found, saved["first"], strict=False):
+            for (now, was), value in zip(_tickets(one), first, strict=False):
+                was.data = now.data if value is None else value.to(was.device)
+
+
+def _tickets(pruning: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each weight of a lottery and a copy of what it was at first, in one order."""
+    for layer in (pruning._original_layers or {}).values():
+        for number, name in layer["names"]:
+            module = pruning._parameters_to_prune[number][0]
+            yield getattr(module, f"{name}_orig", getattr(module, name)), getattr(layer["data"], name)
 
 
 def searched(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Callable[[str], Any], Callable[[str, Any], None]]]:
@@ -583,6 +686,14 @@ def searched(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Callable[[st
                 yield finder, name, partial(of.lightning_getattr, module), partial(of.lightning_setattr, module)
 
 
+def _place(trainer: Any) -> str:
+    return f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+
+
+def _has_stopped(early_stopping: Any) -> bool:
+    return getattr(early_stopping, "stopping_reason_message", None) is not None
+
+
 def _do_nothing(*arguments: Any) -> None:
     pass
 
@@ -595,7 +706,11 @@ def _epoch_loaders(trainer: Any) -> list[EpochLoader]:
 
 def _kinds(callbacks: Iterable[Any], *names: str) -> list[Any]:
     """Return the callbacks of some classes of Lightning, under whichever name of the package."""
-    return [one for one in callbacks if any(cls.__name__ in names for cls in type(one).__mro__)]
+    return [
+        one
+        for one in callbacks
+        if any(cls.__name__ in names and cls.__module__.startswith(_PACKAGES) for cls in type(one).__mro__)
+    ]
 
 
 def _frozen(module: Any) -> set[str]:
@@ -609,9 +724,17 @@ def _by_epoch(config: Any) -> bool:
 
 def _starts_epochs(one: Any) -> bool:
     """Tell whether a module or callback has an ``on_train_epoch_start`` of the user's."""
-    packages = ("lightning.", "pytorch_lightning.", "holdfast.")
     owner = next((cls for cls in type(one).__mro__ if "on_train_epoch_start" in vars(cls)), None)
-    return owner is not None and not owner.__module__.startswith(packages)
+    return owner is not None and not owner.__module__.startswith((*_PACKAGES, "holdfast."))
+
+
+def _ends_epochs(callback: Any) -> bool:
+    """Tell whether the end of an epoch is more to a callback than to show or to save something."""
+    owner = next((cls for cls in type(callback).__mro__ if "on_train_epoch_end" in vars(cls)), object)
+    return (
+        owner.__name__ not in ("object", "Callback", "HoldfastCallback", "ModelCheckpoint", "StochasticWeightAveraging")
+        and "Progress" not in owner.__name__
+    )
 
 
 def _overrides(module: Any, name: str) -> bool:

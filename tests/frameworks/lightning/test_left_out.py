@@ -123,6 +123,8 @@ CASES: dict[str, dict[str, Any]] = {
     "float64": {"precision": "64-true"},
     "gathered by epoch": {"callbacks": [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]},
     "thawed": {"callbacks": [lambda: pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]},
+    "averaged": {"callbacks": [lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)]},
+    "pruned": {"callbacks": [lambda: pl.callbacks.ModelPruning("l1_unstructured", amount=0.3)]},
     "searched": {
         "model": Searches,
         "callbacks": [
@@ -154,6 +156,43 @@ def test_at_the_end_of_an_epoch(tmp_path: Path, limits: Any, saves: Any) -> None
     assert resumed == whole
     assert tail == rows[-len(tail) :]
     assert begun == starts[1:]
+
+
+@pytest.mark.parametrize("case", ["averaged", "pruned"])
+def test_after_the_end_of_an_epoch(tmp_path: Path, case: str) -> None:
+    """What these callbacks have done by then is not lost."""
+    options = CASES[case]
+    whole, rows, _ = fit(tmp_path, saves={"save_on_train_epoch_end": True}, **options)
+    for steps in (LENGTH, 2 * LENGTH):
+        resumed, tail, _ = fit(tmp_path, start=tmp_path / f"step={steps}.ckpt", **options)
+        assert resumed == whole
+        assert tail == rows[-len(tail) :]
+
+
+ENDS: dict[str, tuple[int, Any]] = {
+    "averaged by step": (3, lambda: pl.callbacks.EMAWeightAveraging(decay=0.9)),
+    "averaged by epoch": (3, lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)),
+    "stopped early": (2, lambda: pl.callbacks.EarlyStopping("val_loss", patience=1)),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_training_that_had_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """The same script once more trains nothing, and has what it had at the end: averages, not the last weights."""
+    num_epochs, callback = ENDS[case]
+    whole, _, _ = fit(tmp_path, saves={"save_on_train_epoch_end": True}, callbacks=[callback])
+    end = tmp_path / f"step={num_epochs * LENGTH}.ckpt"
+    again, rows, starts = fit(tmp_path, start=end, callbacks=[callback])
+    assert again == whole
+    assert (rows, starts) == ([], [])
+    place = f"step {num_epochs * LENGTH}, epoch {num_epochs}"
+    assert f"{end} is the end of a training, at {place}" in capsys.readouterr().err
+
+
+def test_an_early_stop_does_not_hold_for_ever(tmp_path: Path) -> None:
+    """Without the callback that has stopped it, a training goes on."""
+    fit(tmp_path, saves={"save_on_train_epoch_end": True}, callbacks=[ENDS["stopped early"][1]])
+    assert fit(tmp_path, start=tmp_path / f"step={2 * LENGTH}.ckpt")[0][2:] == (3 * LENGTH, 3)
 
 
 def test_what_was_to_be_accumulated_after_the_last_batch(tmp_path: Path) -> None:
