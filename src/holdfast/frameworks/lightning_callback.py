@@ -1,30 +1,34 @@
-"""Lightning: `HoldfastCallback`, which makes a resume under its own trainer as exact as it can be, and ranks for it."""
+"""Lightning: `HoldfastCallback`, which makes a resume under its own trainer as exact as it can be."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast._log import get_logger
 from holdfast._optional import Grafted
 from holdfast.checkpointer.console import ResumeBlock
-from holdfast.errors import ConfigError
 from holdfast.state.data import stated
 from holdfast.state.data.batches import ResumableBatches, with_ranks_apart
 from holdfast.state.data.loaders import keeps_state
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.tree import rng
-from holdfast.trainers.function.worker.session import get_context
-from holdfast.trainers.torch_helpers import PreparedLoader, get_device
+from holdfast.trainers.torch_helpers import PreparedLoader
 
 _LOG = get_logger("frameworks")
+_PACKAGES = ("lightning.", "pytorch_lightning.")
+_STOPS = "EarlyStopping"
+_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 class HoldfastCallback(Grafted):
@@ -59,8 +63,7 @@ class HoldfastCallback(Grafted):
         self._evaluated = False  # since the last batch
         self._logged: tuple[int, int] | None = None  # batches trained in all, and the step that loggers have next
         self._logged_before: int | None = None  # that of the checkpoint, until a batch has begun
-        self._loaders: list[Any] = []
-        self._loaders_epoch = -1  # they were made in this epoch
+        self._num_made = 0  # loaders of this training so far
         self._named_no_folder: list[Any] = []
         self._block = ResumeBlock()
         self._not_restored: list[tuple[str, str]] = []
@@ -76,7 +79,7 @@ class HoldfastCallback(Grafted):
         self._found = self._generators = self._before = self._at_end = None
         self._logged = self._logged_before = None
         self._evaluated = False
-        self._loaders, self._loaders_epoch, self._ended, self._ahead = [], -1, [], []
+        self._num_made, self._ended, self._ahead = 0, [], []
         self._block, self._not_restored = ResumeBlock(), []
         self._named_no_folder = [
             callback for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", "") is None
@@ -85,10 +88,7 @@ class HoldfastCallback(Grafted):
         process = type(strategy).process_dataloader.__get__(strategy)
 
         def process_dataloader(loader: Any) -> Any:
-            loader = process(loader)
-            if not trainer.training:
-                return loader
-            loader, why_not = resumable(loader, trainer, seed_samples=self._seed_samples)
+            loader, why_not = resumable(process(loader), trainer, seed_samples=self._seed_samples)
             if why_not is not None:
                 self._not_restored.append(("position in the data", why_not))
             elif isinstance(loader, EpochLoader):
@@ -98,7 +98,17 @@ class HoldfastCallback(Grafted):
                 self._not_restored.append(("random numbers that samples draw in workers", why))
             return loader
 
-        strategy.process_dataloader = process_dataloader
+        fit_loop = trainer.fit_loop
+        setup_data = type(fit_loop).setup_data.__get__(fit_loop)
+
+        def setup_training_data() -> None:
+            strategy.process_dataloader = process_dataloader  # not for long: loaders of evaluations are left alone
+            try:
+                setup_data()
+            finally:
+                vars(strategy).pop("process_dataloader", None)
+
+        fit_loop.setup_data = setup_training_data
         loop = trainer.fit_loop.epoch_loop
         before_fetch = type(loop)._on_before_fetch.__get__(loop)
 
@@ -109,10 +119,12 @@ class HoldfastCallback(Grafted):
         loop._on_before_fetch = on_before_fetch
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give the strategy and the loop their own methods back."""
+        """Give loops and callbacks their own methods back."""
         self._first_fetch.close()
-        vars(trainer.strategy).pop("process_dataloader", None)
+        vars(trainer.fit_loop).pop("setup_data", None)
         vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
+        for finder in _kinds(trainer.callbacks, *_FINDERS):
+            vars(finder).pop("on_fit_start", None)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators of all ranks; every rank calls it."""
@@ -124,9 +136,12 @@ class HoldfastCallback(Grafted):
         checkpoint[self.KEY] = {
             "generators": generators_of_all(rng.capture() if then is None else then, trainer.world_size),
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "loaders": [loader.state_dict() for loader in _epoch_loaders(trainer)],
             "next_logged": self._logged and self._logged[1],
             "frozen": sorted(_frozen(pl_module)),
+            "searched": {name: get(name) for _, name, get, _ in searched(trainer, pl_module)},
+            "stopped": trainer.should_stop and any(_has_stopped(one) for one in _kinds(trainer.callbacks, _STOPS)),
+            "pruned": pruned(trainer.callbacks, pl_module),
         }
         if self._ahead:
             states = self._ahead[0 if batches.ready > batches.processed else -1]
@@ -136,6 +151,8 @@ class HoldfastCallback(Grafted):
         """Take note of what is to be restored, and let `ModelCheckpoint` go on in its folder."""
         if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
             return
+        if os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_")):
+            return  # a search is over, and goes back to where it began
         self._found = checkpoint.get(self.KEY, {})
         self._ends = epoch_end_of(checkpoint)
         self._logged_before = self._found.get("next_logged")
@@ -143,6 +160,9 @@ class HoldfastCallback(Grafted):
             # It has frozen all anew, and thaws at the beginning of an epoch only; DDP is not made yet.
             for name, weight in pl_module.named_parameters():
                 weight.requires_grad_(name not in frozen)
+        self._search_no_more(trainer, pl_module)
+        if self._found.get("stopped") and _kinds(trainer.callbacks, _STOPS):
+            trainer.should_stop = True
         self._ended = ended_loaders(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
         self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
@@ -160,33 +180,45 @@ class HoldfastCallback(Grafted):
             block.headline = f"{done or 'fresh start'}: fit() was given no ckpt_path"
             block.notes.extend(f"a resume will not restore {what}: {why}" for what, why in self._not_restored)
         else:
-            at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
             self._not_restored += lost_at_epoch_end(self._ends, trainer, pl_module)
             if self._ends == "batch":
                 # An epoch like any other begins: else it would have no on_train_epoch_start.
                 trainer.fit_loop.reset_restart_stage()
                 trainer.fit_loop.epoch_loop._restarting = False
-            block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
-            restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
-            saved = self._found.get("generators")
-            if saved is None:
-                self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
+            block.headline = f"Lightning resumed from {trainer.ckpt_path} at {_place(trainer)}"
+            self._restore_generators(trainer, self._found.get("generators"))
+            if "generators" not in self._found:
                 self._not_restored.append(("order of the data", "for the same reason"))
-            elif len(saved) != trainer.world_size:
-                why = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
-                self._not_restored.append(("random generators", why))
-            else:
-                self._generators = saved[trainer.global_rank]
-                self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]
-                restored.append("random generators")
-            if saved is not None and not any(what == "position in the data" for what, _ in self._not_restored):
-                restored.append("order of the data and position in the epoch")
-            block.restored, block.not_restored = restored, self._not_restored
+            elif not any(what == "position in the data" for what, _ in self._not_restored):
+                block.restored = [*block.restored, "order of the data and position in the epoch"]
+            begin_averaging(trainer, pl_module)
+            self._not_restored += prune_again(self._found.get("pruned"), trainer.callbacks, pl_module)
+            block.not_restored = self._not_restored
         fixed = [fix_gradient_order(model) for model in parallel_modules(trainer.strategy.model).values()]
         if not all(fixed):
             block.notes.append(INEXACT)
         if trainer.is_global_zero:
             block.show()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Do what Lightning does at the end of training only, if there was nothing left to train, and say that."""
+        if self._found is None or self._block.headline:
+            return
+        progress = trainer.fit_loop.epoch_progress.current
+        progress.completed = progress.processed
+        self._block.headline = (
+            f"{trainer.ckpt_path} is the end of a training, at {_place(trainer)}: no batch is trained, and no hook of "
+            "training is called"
+        )
+        self._restore_generators(trainer, self._found.get("generators"))
+        self._generators, self._block.not_restored = None, self._not_restored
+        for callback in _kinds(trainer.callbacks, "WeightAveraging", "StochasticWeightAveraging"):
+            if not getattr(callback, "_model_contains_batch_norm", False):  # else an epoch more has done it
+                callback.on_train_end(trainer, pl_module)
+        if self._found.get("stopped"):
+            self._block.notes.append("early stopping had ended it: to train on, take that callback out")
+        if trainer.is_global_zero:
+            self._block.show()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with the generators of the checkpoint, whatever was drawn since, and so do its loaders."""
@@ -230,7 +262,7 @@ class HoldfastCallback(Grafted):
         """Remember the generators: Lightning leaves out an evaluation if it resumes right before it."""
         self._before = rng.capture()
         self._note_logged(trainer)
-        for loader in self._loaders:
+        for loader in _epoch_loaders(trainer):
             loader.trained()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -258,17 +290,39 @@ class HoldfastCallback(Grafted):
         """Remember the generators, for what ``trainer.save_checkpoint`` saves from now on."""
         self._at_end = rng.capture()
 
+    def _restore_generators(self, trainer: Any, saved: Any) -> None:
+        self._block.restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
+        if saved is None:
+            self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
+        elif len(saved) != trainer.world_size:
+            why = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
+            self._not_restored.append(("random generators", why))
+        else:
+            self._generators = saved[trainer.global_rank]
+            self._not_restored += [("random generators", problem) for problem in rng.restore(self._generators)]
+            self._block.restored.append("random generators")
+
+    def _search_no_more(self, trainer: Any, pl_module: Any) -> None:
+        """Take what a finder had found, and search no more: Lightning forgets to resume after a search."""
+        had = (self._found or {}).get("searched", {})
+        for finder in _kinds(trainer.callbacks, *_FINDERS):
+            finder.on_fit_start = _do_nothing
+        for finder, name, _, put in searched(trainer, pl_module):
+            if name in had:
+                put(name, had[name])
+                self._block.notes.append(f"{type(finder).__name__} does not search again: {name} is {had[name]!r}")
+            else:
+                why = f"no {type(finder).__name__} had found one when the checkpoint was saved, and none searches now"
+                self._not_restored.append((name, why))
+
     def _follow(self, loader: EpochLoader, epoch: int) -> None:
         """Let a loader that Lightning has just made begin where it has to."""
-        if epoch != self._loaders_epoch:
-            self._loaders, self._loaders_epoch = [], epoch  # reload_dataloaders_every_n_epochs
         saved = (self._found or {}).get("loaders", ())
-        number = len(self._loaders)
-        if self._generators is None and self._before is None and number < len(saved):
-            loader.load_state_dict(saved[number])
+        if self._generators is None and self._before is None and self._num_made < len(saved):
+            loader.load_state_dict(saved[self._num_made])
         else:
-            loader.set_epoch(epoch)
-        self._loaders.append(loader)
+            loader.set_epoch(epoch)  # reload_dataloaders_every_n_epochs
+        self._num_made += 1
 
     def _note_logged(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -498,6 +552,12 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
             "Lightning does not call this hook where it resumes within an epoch: what it sets has to be in the "
             "checkpoint, or set in on_train_start too",
         )
+    for averaging in _kinds(trainer.callbacks, "StochasticWeightAveraging"):
+        if trainer.max_epochs != -1 and epoch >= trainer.max_epochs:
+            yield (
+                type(averaging).__name__,
+                "the checkpoint was taken within the last epoch, which measures for batch norm: take an earlier one",
+            )
     if _overrides(module, "on_train_batch_end"):
         yield (
             "on_train_batch_end of the module",
@@ -532,24 +592,125 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
             "Lightning makes it after the checkpoint of an epoch, and leaves it out when it resumes from that; save "
             "within an epoch for all steps",
         )
-    own = [name for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)]
-    left_out = [*(f"{name} of the module" for name in own), *(["the evaluation"] if trainer.enable_validation else [])]
+    left_out = [
+        f"{name} of the module" for name in ("on_train_batch_end", "on_train_epoch_end") if _overrides(module, name)
+    ]
+    left_out += [f"on_train_epoch_end of {type(one).__name__}" for one in trainer.callbacks if _ends_epochs(one)]
+    left_out += ["the evaluation"] if trainer.enable_validation else []
     if ends == "batch" and left_out:
         yield (
             "the end of the epoch",
             "the checkpoint was taken after the last batch, and Lightning resumes with the next epoch, without "
             f"{', '.join(left_out)}: save at the end of an epoch, or by a number of steps that no epoch ends with",
         )
-    if _kinds(trainer.callbacks, "StochasticWeightAveraging"):
-        yield (
-            "StochasticWeightAveraging",
-            "Lightning restores its counts, but the weights at the end are not those of a training without a resume",
+
+
+def begin_averaging(trainer: Any, module: Any) -> None:
+    """Let `StochasticWeightAveraging` go on: Lightning does it in the next epoch only, at another learning rate."""
+    for averaging in _kinds(trainer.callbacks, "StochasticWeightAveraging"):
+        if averaging._scheduler_state is None or trainer.current_epoch > averaging.swa_end:
+            continue
+        (optimizer,) = trainer.optimizers
+        before = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        averaging.on_train_epoch_start(trainer, module)
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)  # to make its scheduler is a step of it
+
+
+def pruned(callbacks: Iterable[Any], module: Any) -> dict[str, Any]:
+    """Return what `ModelPruning` has in a module and leaves out of a checkpoint; {} if there is none.
+
+    Returns:
+        "weights": {name: (values without the mask, mask)}; "first": what each of the lottery's weights was at first.
+    """
+    if not (found := _kinds(callbacks, "ModelPruning")):
+        return {}
+    weights = {
+        f"{path}.{hook._tensor_name}": tuple(
+            getattr(layer, f"{hook._tensor_name}_{end}").detach() for end in ("orig", "mask")
         )
+        for path, layer in module.named_modules()
+        for hook in layer._forward_pre_hooks.values()
+        if isinstance(hook, prune.BasePruningMethod)
+    }
+    # Where it was pruned on the CPU, Lightning lets the weight and what it was at first share their memory.
+    first = [
+        [None if now.data_ptr() == was.data_ptr() else was.detach() for now, was in _tickets(one)] for one in found
+    ]
+    return {"weights": weights, "first": first}
 
 
-def _kinds(callbacks: Iterable[Any], name: str) -> list[Any]:
-    """Return the callbacks of a class of Lightning, under whichever name of the package."""
-    return [one for one in callbacks if any(cls.__name__ == name for cls in type(one).__mro__)]
+def prune_again(saved: Any, callbacks: Iterable[Any], module: Any) -> Iterator[tuple[str, str]]:
+    """Put back what `pruned` has returned, once there are optimizers; yields (what, why) of what cannot be."""
+    found = _kinds(callbacks, "ModelPruning")
+    if found and not saved:
+        yield "masks of ModelPruning", "the checkpoint has none: what was pruned grows again until the next pruning"
+    if not found or not saved:
+        return
+    with torch.no_grad():
+        for name, (values, mask) in saved["weights"].items():
+            path, _, own = name.rpartition(".")
+            try:
+                layer = module.get_submodule(path)
+                weight = getattr(layer, own)
+            except AttributeError:
+                yield f"mask of {name}", "the model has no such weight"
+                continue
+            weight.copy_(values)
+            prune.custom_from_mask(layer, own, mask.to(weight.device))  # type: ignore[no-untyped-call]
+        for one, first in zip(found, saved["first"], strict=False):
+            for (now, was), value in zip(_tickets(one), first, strict=False):
+                was.data = now.data if value is None else value.to(was.device)
+
+
+def _tickets(pruning: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each weight of a lottery and a copy of what it was at first, in one order."""
+    for layer in (pruning._original_layers or {}).values():
+        for number, name in layer["names"]:
+            module = pruning._parameters_to_prune[number][0]
+            yield getattr(module, f"{name}_orig", getattr(module, name)), getattr(layer["data"], name)
+
+
+def searched(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Callable[[str], Any], Callable[[str, Any], None]]]:
+    """Yield each finder of a learning rate or batch size, the name of what it sets, and how to get and set that."""
+    for finder in _kinds(trainer.callbacks, *_FINDERS):
+        base = next(cls for cls in type(finder).__mro__ if cls.__name__ in _FINDERS)
+        of = importlib.import_module(f"{base.__module__.partition('.callbacks')[0]}.utilities.parsing")
+        names = [finder._batch_arg_name] if base.__name__ == "BatchSizeFinder" else []
+        if base.__name__ == "LearningRateFinder" and finder._update_attr:
+            names = [finder._attr_name] if finder._attr_name else ["lr", "learning_rate"]
+        for name in names:
+            if of.lightning_hasattr(module, name):
+                yield finder, name, partial(of.lightning_getattr, module), partial(of.lightning_setattr, module)
+
+
+def _place(trainer: Any) -> str:
+    return f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+
+
+def _has_stopped(early_stopping: Any) -> bool:
+    return getattr(early_stopping, "stopping_reason_message", None) is not None
+
+
+def _do_nothing(*arguments: Any) -> None:
+    pass
+
+
+def _epoch_loaders(trainer: Any) -> list[EpochLoader]:
+    """Return the loaders of this kind that are in use; a search, or a new epoch, makes others."""
+    loaders = trainer.fit_loop._combined_loader
+    return [] if loaders is None else [one for one in loaders.flattened if isinstance(one, EpochLoader)]
+
+
+def _kinds(callbacks: Iterable[Any], *names: str) -> list[Any]:
+    """Return the callbacks of some classes of Lightning, under whichever name of the package."""
+    return [
+        one
+        for one in callbacks
+        if any(cls.__name__ in names and cls.__module__.startswith(_PACKAGES) for cls in type(one).__mro__)
+    ]
 
 
 def _frozen(module: Any) -> set[str]:
@@ -563,9 +724,17 @@ def _by_epoch(config: Any) -> bool:
 
 def _starts_epochs(one: Any) -> bool:
     """Tell whether a module or callback has an ``on_train_epoch_start`` of the user's."""
-    packages = ("lightning.", "pytorch_lightning.", "holdfast.")
     owner = next((cls for cls in type(one).__mro__ if "on_train_epoch_start" in vars(cls)), None)
-    return owner is not None and not owner.__module__.startswith(packages)
+    return owner is not None and not owner.__module__.startswith((*_PACKAGES, "holdfast."))
+
+
+def _ends_epochs(callback: Any) -> bool:
+    """Tell whether the end of an epoch is more to a callback than to show or to save something."""
+    owner = next((cls for cls in type(callback).__mro__ if "on_train_epoch_end" in vars(cls)), object)
+    return (
+        owner.__name__ not in ("object", "Callback", "HoldfastCallback", "ModelCheckpoint", "StochasticWeightAveraging")
+        and "Progress" not in owner.__name__
+    )
 
 
 def _overrides(module: Any, name: str) -> bool:
@@ -583,101 +752,3 @@ def only_version_differs(before: str, now: str) -> bool:
         return False
     differing = [(a, b) for a, b in zip(left, right, strict=True) if a != b]
     return len(differing) == 1 and all(part.startswith("version_") for part in differing[0])
-
-
-class _Strategy(Grafted):
-    """The workers' ranks and devices; for the first of Lightning's names that is imported."""
-
-    EXTRA = "lightning"
-    ALONE = True
-
-    @property
-    def root_device(self) -> Any:
-        """The device of this worker."""
-        return get_device()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the data this worker has."""
-        context = get_context()
-        return {"num_replicas": context.get_world_size(), "rank": context.get_world_rank()}
-
-
-class RayDDPStrategy(_Strategy):
-    """`DDPStrategy` of Lightning over the workers of the function trainer; takes its arguments."""
-
-    BASES = ("lightning.pytorch.strategies:DDPStrategy", "pytorch_lightning.strategies:DDPStrategy")
-
-
-class RayFSDPStrategy(_Strategy):
-    """`FSDPStrategy` of Lightning over the workers of the function trainer; takes its arguments."""
-
-    BASES = ("lightning.pytorch.strategies:FSDPStrategy", "pytorch_lightning.strategies:FSDPStrategy")
-
-
-class RayDeepSpeedStrategy(_Strategy):
-    """`DeepSpeedStrategy` of Lightning over the workers of the function trainer; takes its arguments."""
-
-    BASES = ("lightning.pytorch.strategies:DeepSpeedStrategy", "pytorch_lightning.strategies:DeepSpeedStrategy")
-
-
-class RayLightningEnvironment(Grafted):
-    """Tells Lightning who this worker is; processes are started by the function trainer.
-
-    Lightning counts its processes by ``devices`` and ``num_nodes``. This takes ranks, device and world size from
-    `holdfast.get_context` instead, so that ``devices="auto"`` is right on every worker.
-    """
-
-    BASES = (
-        "lightning.pytorch.plugins.environments:LightningEnvironment",
-        "pytorch_lightning.plugins.environments:LightningEnvironment",
-    )
-    EXTRA = "lightning"
-    ALONE = True
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Lightning is to start none."""
-        return True
-
-    def world_size(self) -> int:
-        """Return the number of workers."""
-        return get_context().get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        """Take no notice of what Lightning counts."""
-
-    def global_rank(self) -> int:
-        """Return the rank among all workers."""
-        return get_context().get_world_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        """Take no notice of what Lightning counts."""
-
-    def local_rank(self) -> int:
-        """Return the rank among the workers of this machine."""
-        return get_context().get_local_rank()
-
-    def node_rank(self) -> int:
-        """Return the number of this machine."""
-        return get_context().get_node_rank()
-
-    def teardown(self) -> None:
-        """Leave the variables of the environment alone: they are the worker's."""
-
-
-def prepare_trainer(trainer: Any) -> Any:
-    """Return a trainer of Lightning if its processes are the workers of the function trainer.
-
-    Raises:
-        ConfigError: it counts other processes than there are workers.
-        SessionError: called outside of train_func.
-    """
-    there, counted = get_context().get_world_size(), trainer.world_size
-    if there != counted:
-        raise ConfigError(
-            f"prepare_trainer: there are {there} workers, and this trainer counts {counted}: make it with "
-            "strategy=RayDDPStrategy() and plugins=[RayLightningEnvironment()] of holdfast.lightning, or with "
-            f"devices={there} and strategy='ddp'"
-        )
-    return trainer

@@ -64,7 +64,7 @@ def test_one_trained_batch_is_no_look(tmp_path: Path) -> None:
 
     class Last(pl.Callback):  # type: ignore[misc, name-defined]
         def teardown(self, trainer, pl_module, stage):
-            (state,) = [loader.state_dict() for loader in exact._loaders]
+            (state,) = [loader.state_dict() for loader in trainer.fit_loop._combined_loader.flattened]
             position.append((state["epoch"], state["position"]["epoch"], state["position"]["batches"]))
 
     def fit(steps: int, start: Path | None) -> Any:

@@ -40,7 +40,7 @@ class Rows(pl.loggers.Logger):  # type: ignore[misc, name-defined]
 class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
     """Draws at the beginning of each epoch and in each batch; fails in batch ``fails``."""
 
-    plateau = False
+    plateau, lr, size = False, 0.01, 4
 
     def __init__(self, fails: int = -1) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
 
     def train_dataloader(self):
         data = torch.randn(LENGTH * 4, 3, generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(data), batch_size=4, shuffle=True)
+        return DataLoader(TensorDataset(data), batch_size=self.size, shuffle=True)
 
     def val_dataloader(self):
         return DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=4)
 
     def configure_optimizers(self):
         # A frozen layer is added by `BackboneFinetuning`, when it thaws.
-        optimizer = torch.optim.Adam([weight for weight in self.parameters() if weight.requires_grad], lr=0.01)
+        optimizer = torch.optim.Adam([weight for weight in self.parameters() if weight.requires_grad], lr=self.lr)
         if self.plateau:
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
@@ -79,6 +79,13 @@ class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
 
 class WithPlateau(Net):
     plateau = True
+
+
+class Searches(Net):
+    lr, size = 1e-4, 1
+
+    def validation_step(self, batch, _):
+        self.log("val_loss", torch.rand(1))
 
 
 class Thaws(Net):
@@ -116,6 +123,15 @@ CASES: dict[str, dict[str, Any]] = {
     "float64": {"precision": "64-true"},
     "gathered by epoch": {"callbacks": [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]},
     "thawed": {"callbacks": [lambda: pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]},
+    "averaged": {"callbacks": [lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)]},
+    "pruned": {"callbacks": [lambda: pl.callbacks.ModelPruning("l1_unstructured", amount=0.3)]},
+    "searched": {
+        "model": Searches,
+        "callbacks": [
+            lambda: pl.callbacks.BatchSizeFinder(steps_per_trial=1, init_val=1, max_trials=3, batch_arg_name="size"),
+            lambda: pl.callbacks.LearningRateFinder(min_lr=1e-4, num_training_steps=10),
+        ],
+    },
 }
 
 
@@ -142,11 +158,63 @@ def test_at_the_end_of_an_epoch(tmp_path: Path, limits: Any, saves: Any) -> None
     assert begun == starts[1:]
 
 
+@pytest.mark.parametrize("case", ["averaged", "pruned"])
+def test_after_the_end_of_an_epoch(tmp_path: Path, case: str) -> None:
+    """What these callbacks have done by then is not lost."""
+    options = CASES[case]
+    whole, rows, _ = fit(tmp_path, saves={"save_on_train_epoch_end": True}, **options)
+    for steps in (LENGTH, 2 * LENGTH):
+        resumed, tail, _ = fit(tmp_path, start=tmp_path / f"step={steps}.ckpt", **options)
+        assert resumed == whole
+        assert tail == rows[-len(tail) :]
+
+
+ENDS: dict[str, tuple[int, Any]] = {
+    "averaged by step": (3, lambda: pl.callbacks.EMAWeightAveraging(decay=0.9)),
+    "averaged by epoch": (3, lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)),
+    "stopped early": (2, lambda: pl.callbacks.EarlyStopping("val_loss", patience=1)),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_training_that_had_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
+    """The same script once more trains nothing, and has what it had at the end: averages, not the last weights."""
+    num_epochs, callback = ENDS[case]
+    whole, _, _ = fit(tmp_path, saves={"save_on_train_epoch_end": True}, callbacks=[callback])
+    end = tmp_path / f"step={num_epochs * LENGTH}.ckpt"
+    again, rows, starts = fit(tmp_path, start=end, callbacks=[callback])
+    assert again == whole
+    assert (rows, starts) == ([], [])
+    place = f"step {num_epochs * LENGTH}, epoch {num_epochs}"
+    assert f"{end} is the end of a training, at {place}" in capsys.readouterr().err
+
+
+def test_an_early_stop_does_not_hold_for_ever(tmp_path: Path) -> None:
+    """Without the callback that has stopped it, a training goes on."""
+    fit(tmp_path, saves={"save_on_train_epoch_end": True}, callbacks=[ENDS["stopped early"][1]])
+    assert fit(tmp_path, start=tmp_path / f"step={2 * LENGTH}.ckpt")[0][2:] == (3 * LENGTH, 3)
+
+
 def test_what_was_to_be_accumulated_after_the_last_batch(tmp_path: Path) -> None:
     """The epoch after it has the number of batches to a step that is its own."""
     options = CASES["gathered by epoch"]
     whole = fit(tmp_path, saves={"every_n_train_steps": LENGTH}, **options)[0]
     assert fit(tmp_path, start=tmp_path / f"step={LENGTH}.ckpt", **options)[0] == whole
+
+
+def test_a_search_is_no_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What finders save and load for themselves counts for nothing, and a resume that leaves them out says so."""
+    options = {**CASES["searched"], "max_epochs": 1}
+    fit(tmp_path, saves={"every_n_train_steps": 2}, **options)
+    assert "holdfast: fresh start: fit() was given no ckpt_path" in capsys.readouterr().err
+    fit(tmp_path, start=tmp_path / "step=4.ckpt", **options)
+    said = capsys.readouterr().err
+    assert "step=4.ckpt at step 4, epoch 0" in said
+    assert "BatchSizeFinder does not search again: size is 4" in said
+    assert "LearningRateFinder does not search again: lr is " in said
+    fit(tmp_path / "without", saves={"every_n_train_steps": 2}, max_epochs=1)
+    fit(tmp_path, start=tmp_path / "without" / "step=4.ckpt", **options)
+    assert "NOT restored  size: no BatchSizeFinder had found one" in capsys.readouterr().err
 
 
 def test_the_steps_of_a_logger_after_an_exception(tmp_path: Path) -> None:

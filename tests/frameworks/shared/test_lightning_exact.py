@@ -196,8 +196,13 @@ def test_what_lightning_leaves_out_at_the_end_of_an_epoch():
         ends = epoch_end_of({"loops": {"fit_loop": loops}})
         return [what for what, _ in lost_at_epoch_end(ends, trainer, module)]
 
-    class StochasticWeightAveraging:
-        pass
+    class Prunes:
+        def on_train_epoch_end(self):
+            pass
+
+    class ModelCheckpoint(Prunes):
+        def on_train_epoch_end(self):
+            pass
 
     assert lost(LightningModule(), completed=7) == []
     assert lost(LightningModule(), completed=7, evaluated=True) == ["the end of the epoch"]
@@ -205,9 +210,8 @@ def test_what_lightning_leaves_out_at_the_end_of_an_epoch():
     assert lost(Own(), completed=8, plateau=True, evaluated=True) == ["the last step of ReduceLROnPlateau"]
     assert lost(Own(), completed=8, epochs=1, plateau=True) == []
     assert lost(Own(), completed=7, is_last=False, plateau=True, evaluated=True) == []
-    assert lost(LightningModule(), completed=8, callbacks=[StochasticWeightAveraging()]) == [
-        "StochasticWeightAveraging"
-    ]
+    assert lost(LightningModule(), completed=7, callbacks=[Prunes()]) == ["the end of the epoch"]
+    assert lost(LightningModule(), completed=7, callbacks=[ModelCheckpoint()]) == []
 
 
 def test_folders_of_versions():
