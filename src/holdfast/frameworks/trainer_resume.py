@@ -21,6 +21,8 @@ from holdfast._units import listed
 _SHOWN = 3
 _SEEDS = 4  # that iterators of other loaders draw: of an evaluation after the save, say
 _SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
+_STATELESS = {"LayerWiseDummyOptimizer", "AdaLomo"}  # as their state_dict says, for all that they keep
+_PLAIN = {"builtins", "collections", "torch"}
 _ROUNDING = 1e-6
 _REPEAT = "let the stream repeat itself (datasets: repeat(None)), or give it __len__"
 
@@ -54,6 +56,11 @@ def _unsaved_weights(args: Any, model: Any, optimizer: Any) -> list[str]:
             f"adapters {active} train together: transformers resumes only the first, and then fails at the state of "
             "the optimizer; train one at a time, or in a loop of your own (holdfast.Checkpointer)"
         )
+    if (kind := type(getattr(optimizer, "optimizer", optimizer)).__name__) in _STATELESS:
+        found.append(
+            f"{kind} steps within the backward pass, and the trainer does not save its moments: they begin anew after "
+            "a resume; choose an optim= that steps behind it"
+        )
     if getattr(args, "sync_ref_model", False):
         found.append(
             "sync_ref_model=True: the trainer does not save the reference model, so it is the first one again after a "
@@ -71,7 +78,7 @@ def _unsaved_generators(loader: Any) -> list[str]:
             f"{type(collator).__name__}(seed={seed}) draws from a generator of its own, which the trainer "
             "does not save: after a resume it begins anew, and batches are masked as at the start"
         )
-    for sampler in _samplers(loader):
+    for sampler in samplers_of(loader):
         if isinstance(getattr(sampler, "generator", None), torch.Generator) and not hasattr(sampler, "set_epoch"):
             found.append(
                 f"{type(sampler).__name__} draws from a generator of its own, which the trainer does not save: after "
@@ -158,9 +165,16 @@ class LoadingWatch:
         """Note that training begins."""
         self._before, self._epochs = None, 0
 
-    def saved(self) -> None:
-        """Note that a checkpoint was saved; batches are loaded next."""
+    def saved(self, optimizer: Any) -> str | None:
+        """Note that a checkpoint was saved; batches are loaded next. Return, once, that it cannot be read again."""
         self._before, self._num_seeds = _Generators(), _SEEDS
+        if not (kinds := _refused(optimizer)):
+            return None
+        names = listed((f"{kind.__module__}.{kind.__qualname__}" for kind in kinds), _SHOWN)
+        return self._once(
+            f"the optimizer keeps {names} in its state, and a resume of transformers fails at that: call "
+            f"torch.serialization.add_safe_globals([{names}]) before trainer.train()"
+        )
 
     def epoch_begins(self, loader: Any, *, step: int) -> str | None:
         """Return, once, that a stream begins again, in which a resume does not find its place.
@@ -238,7 +252,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _samplers(loader: Any) -> list[Any]:
+def samplers_of(loader: Any) -> list[Any]:
     """Return the samplers of a loader, each around the next, from the outermost."""
     found: list[Any] = []
     one = getattr(loader, "batch_sampler", None)
@@ -256,6 +270,14 @@ def _foreign(model: Any, optimizer: Any) -> list[torch.Tensor]:
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in trained if id(parameter) not in own]
     return foreign if len(foreign) < len(trained) else []
+
+
+def _refused(optimizer: Any) -> list[type]:
+    """Return the classes in the state of an optimizer that ``torch.load(weights_only=True)`` does not read."""
+    values = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    kinds = {type(value) for value in values if not isinstance(value, torch.Tensor)}
+    kinds -= {one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()}
+    return sorted((kind for kind in kinds if kind.__module__ not in _PLAIN), key=lambda kind: kind.__qualname__)
 
 
 def _is_peft(model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import tiny
 import torch
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from holdfast.transformers import HoldfastCallback
 
@@ -140,6 +142,41 @@ def test_what_trains_outside_of_the_model(said: Said) -> None:
 
     [found] = said(loss)
     assert "the optimizer trains a tensor of shape (3, 2) outside of the model" in found
+
+
+class Projector:
+    """Something in the state of an optimizer that is no tensor."""
+
+
+class Projected(torch.optim.SGD):
+    """An optimizer like GaLore's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["projector"] = Projector()
+        return super().step(closure)
+
+
+def test_what_optimizers_keep(said: Said) -> None:
+    """State that the trainer does not save is named, and so is what it saves and does not read again."""
+
+    def layer_by_layer(trainer: Trainer) -> None:
+        trainer.optimizer = LayerWiseDummyOptimizer()
+
+    [found] = said(layer_by_layer, max_steps=1)
+    assert found.startswith("LayerWiseDummyOptimizer steps within the backward pass, and the trainer does not save")
+
+    def projected(trainer: Trainer) -> None:
+        trainer.optimizer = Projected(trainer.model.parameters())  # type: ignore[union-attr]
+
+    [found] = said(projected)
+    name = f"{__name__}.Projector"
+    assert found.startswith(f"the optimizer keeps {name} in its state, and a resume of transformers fails at that")
+    with torch.serialization.safe_globals([Projector]):
+        assert said(projected, max_steps=6, resume=True) == []
+    with pytest.raises(pickle.UnpicklingError, match="Projector"):
+        said(projected, max_steps=8, resume=True)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own call
