@@ -243,7 +243,8 @@ def say_inexact(args: Any, state: Any, metric: str | None, parts: Mapping[str, A
     if args.process_index == 0:
         settings = misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps)
         unsaved = [] if strategy_name(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
-        for found in [*settings, *unsaved, *what_is_not_read(args, state), *resumed_otherwise(args, state, loader)]:
+        otherwise = [*what_is_not_read(args, state, loader), *resumed_otherwise(args, state, loader)]
+        for found in [*settings, *unsaved, *otherwise]:
             _LOG.warning("%s", found)
 
 

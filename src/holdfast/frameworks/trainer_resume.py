@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from holdfast._optional import require
 from holdfast._units import listed
@@ -87,9 +88,15 @@ def _unsaved_generators(loader: Any) -> list[str]:
     return found
 
 
-def what_is_not_read(args: Any, state: Any) -> list[str]:
+def what_is_not_read(args: Any, state: Any, loader: Any) -> list[str]:
     """List the settings under which a resume goes on in another way than training without it."""
     found = []
+    if (num_parts := _dispatched(loader)) > 1 and not _saves_between_epochs(args):
+        found.append(
+            f"dispatch_batches=True with {num_parts} processes: of the batches that were trained a resume in an epoch "
+            f"leaves out 1 of {num_parts}, and trains the others again; leave it out, set split_batches=True, or save "
+            "at ends of epochs (save_strategy='epoch')"
+        )
     if getattr(args, "ignore_data_skip", False):
         found.append("ignore_data_skip=True: a resume in an epoch begins the epoch anew, with the same data again")
     if getattr(args, "dataloader_persistent_workers", False) and args.dataloader_num_workers:
@@ -159,11 +166,12 @@ class LoadingWatch:
         self._before: _Generators | None = None
         self._num_seeds = 0  # that may be drawn until the step begins
         self._epochs = 0
+        self._is_exact = False  # checkpoints between epochs hold what loading draws from
         self._said: set[str] = set()
 
-    def trains(self) -> None:
-        """Note that training begins."""
-        self._before, self._epochs = None, 0
+    def trains(self, args: Any) -> None:
+        """Note that training begins, with these `TrainingArguments`."""
+        self._before, self._epochs, self._is_exact = None, 0, _saves_between_epochs(args)
 
     def saved(self, optimizer: Any) -> str | None:
         """Note that a checkpoint was saved; batches are loaded next. Return, once, that it cannot be read again."""
@@ -197,7 +205,7 @@ class LoadingWatch:
         """Return, once, that loading has drawn from the generators of training."""
         before, self._before = self._before, None
         drawn = before.drawn(num_seeds=self._num_seeds) if before is not None else []
-        if not drawn:
+        if not drawn or self._is_exact:
             return None
         return self._once(
             f"data are loaded with random numbers of {' and '.join(drawn)} (masks, augmentation, an order): a resume "
@@ -245,11 +253,21 @@ def strategy_name(strategy: Any) -> str:
     return str(getattr(strategy, "value", strategy))
 
 
+def _saves_between_epochs(args: Any) -> bool:
+    return strategy_name(args.save_strategy) == "epoch"
+
+
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
     except (TypeError, NotImplementedError, AttributeError):
         return None
+
+
+def _dispatched(loader: Any) -> int:
+    """Return the number of parts in which rank 0 deals out its batches; 0 where a resume counts them right."""
+    counts_right = getattr(loader, "split_batches", True) or isinstance(loader.dataset, IterableDataset)
+    return 0 if type(loader).__name__ != "DataLoaderDispatcher" or counts_right else int(loader.state.num_processes)
 
 
 def samplers_of(loader: Any) -> list[Any]:

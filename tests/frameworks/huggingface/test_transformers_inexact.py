@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -17,6 +18,7 @@ from torch.utils.data import IterableDataset, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from holdfast.frameworks.trainer_resume import what_is_not_read
 from holdfast.transformers import HoldfastCallback
 
 Said = Callable[..., list[str]]
@@ -92,6 +94,7 @@ def test_random_numbers_of_loading(said: Said, draw: Callable[[], Any], name: st
 
     found = said(masked)
     assert [one.startswith(f"data are loaded with random numbers of {name} ") for one in found] == [True] * bool(name)
+    assert said(masked, save_strategy="epoch") == [], "which is exact"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,19 @@ def test_settings_that_are_not_exact(said: Said) -> None:
     assert found.startswith("ignore_data_skip=True: a resume in an epoch begins the epoch anew")
     [found] = said(dataloader_num_workers=1, max_steps=4, resume=True)
     assert found.startswith("what the workers of the loader draw at random")
+
+
+def test_batches_that_rank_0_deals_out(said: Said) -> None:
+    """Of what several processes were dealt of a map-style data set, a resume of Accelerate leaves out too little."""
+    trainers: list[Trainer] = []
+    assert said(trainers.append, accelerator_config={"dispatch_batches": True}, max_steps=1) == []
+    [trainer] = trainers
+    loader: Any = trainer.callback_handler.train_dataloader
+    loader.state = SimpleNamespace(num_processes=2)
+    [found] = what_is_not_read(trainer.args, trainer.state, loader)
+    assert "a resume in an epoch leaves out 1 of 2, and trains the others again" in found
+    loader.split_batches = True
+    assert what_is_not_read(trainer.args, trainer.state, loader) == []
 
 
 def test_early_stopping_begins_anew(said: Said) -> None:
