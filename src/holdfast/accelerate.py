@@ -12,7 +12,7 @@ from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer as _Checkpointer
 from .errors import ConfigError
-from .frameworks.huggingface import OneByOne, objects_of, own_loader, say_late, told_when_last
+from .frameworks.huggingface import objects_of, own_loader, say_late, told_when_last
 from .frameworks.keepers import verified_directory
 from .frameworks.reporting import reporting
 from .trainers.function.worker.session import get_checkpoint
@@ -97,12 +97,11 @@ class Checkpointer(_Checkpointer):
         """
         if not hasattr(loader, "gradient_state"):
             return super().batches(loader, name=name, split=split, ahead=ahead)
-        if getattr(loader, "use_stateful_dataloader", False):
-            return super().batches(loader, name=name, ahead=ahead)
-        _, own = self._loaders.setdefault(id(loader), (loader, own_loader(loader) or OneByOne(loader)))
-        if isinstance(own, OneByOne):
-            return super().batches(own, name=name, ahead=ahead)
-        plain, part = own
+        if (found := self._loaders.get(id(loader))) is None:
+            found = self._loaders[id(loader)] = (loader, *own_loader(loader))
+        _, plain, part = found
+        if part is None:
+            return super().batches(plain, name=name, ahead=ahead)
         return told_when_last(
             super().batches(plain, name=name, split=part, ahead=ahead),
             loader,

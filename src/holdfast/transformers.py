@@ -42,7 +42,7 @@ class _Callback(_TrainerCallback):  # type: ignore[misc]
 
     def _says(self, args: Any, state: Any, metric: str | None, parts: Mapping[str, Any]) -> None:
         say_inexact(args, state, metric, parts)
-        self._loading.trains()
+        self._loading.trains(args)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say if it is one in which a resume is lost."""
@@ -98,7 +98,7 @@ class ReportCallback(_Callback):
         metrics = trial_of(args, state, directory) | self.metrics(state)
         say_missing(args, state, current_session("report").score_attribute, metrics)
         report_finished(directory, metrics, inside=self.CHECKPOINT_NAME, delete=self.delete, validation=self.validation)
-        self._loading.saved()
+        say(args, self._loading.saved(kwargs.get("optimizer")))
 
 
 RayTrainReportCallback = ReportCallback
@@ -159,7 +159,7 @@ class HoldfastCallback(_Callback):
         if (trial := trial_of(args, state, directory)) and self.keeper is self._plain:
             self.keeper = DirectoryCheckpoints(os.path.join(self._path, trial["trial"]), **self._options)
         self.keeper.add(directory, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)
-        self._loading.saved()
+        say(args, self._loading.saved(kwargs.get("optimizer")))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Bind an evaluation after the save, if there is one, to the checkpoint of its step."""

@@ -475,6 +475,15 @@ def test_an_ahead_that_does_not_fit_is_said(
     assert all(told in text for text in messages)
 
 
+def test_a_short_gathering_at_the_end_of_an_epoch_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients of three batches for the first step, and of the last one for the second: none is drawn ahead."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None) as ck:
+        for number, _ in enumerate(ck.batches(kit.loader())):
+            if number in (2, 3):
+                ck.step()
+    assert (ck.global_step, said(caplog)) == (2, [])
+
+
 def test_the_index_goes_on_after_a_resume() -> None:
     """len() is the whole epoch, ck.batch and ck.enumerate count from the epoch's begin, tqdm's arguments fit."""
     path = "memory://index/run"

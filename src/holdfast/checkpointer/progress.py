@@ -606,7 +606,7 @@ class Progress:
                 "are drawn and not trained is a matter of chance, so a resume may repeat or leave out some. Draw each "
                 "batch in the loop that trains it, and let the DataLoader work ahead (num_workers=)"
             )
-        elif found > 0 and not ahead:
+        elif found > 0 and not ahead and self.left(name) != 0:  # fewer are left to gather at the end of an epoch
             self._remind(
                 f"{first} batches of {name!r} were drawn before a step and {second} before the next one. If the loop "
                 "leaves batches out (`continue` before ck.step()), all is well: they count as done with the next step. "

@@ -30,13 +30,14 @@ from holdfast.checkpointer.meeting import meet
 from holdfast.copying.local import clone_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError, UnsupportedStateError
 from holdfast.model_files import ModelFiles
+from holdfast.state.data.loaders import keeps_state
 from holdfast.state.tree.flatten import flatten
 from holdfast.state.tree.objects import unwrap
 from holdfast.trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
 from holdfast.trainers.function.worker.session import current_session
 
 from .reporting import last_change, new_place, scalars
-from .trainer_resume import resumed_otherwise, strategy_name, what_is_not_read, what_is_unsaved
+from .trainer_resume import resumed_otherwise, samplers_of, strategy_name, what_is_not_read, what_is_unsaved
 
 _LOG = get_logger("transformers")
 _ACCELERATE_LOG = get_logger("accelerate")
@@ -242,7 +243,8 @@ def say_inexact(args: Any, state: Any, metric: str | None, parts: Mapping[str, A
     if args.process_index == 0:
         settings = misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps)
         unsaved = [] if strategy_name(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
-        for found in [*settings, *unsaved, *what_is_not_read(args, state), *resumed_otherwise(args, state, loader)]:
+        otherwise = [*what_is_not_read(args, state, loader), *resumed_otherwise(args, state, loader)]
+        for found in [*settings, *unsaved, *otherwise]:
             _LOG.warning("%s", found)
 
 
@@ -444,15 +446,22 @@ def say_late(accelerator: Any, found: frozenset[str]) -> frozenset[str]:
     return now
 
 
-def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] | None:
-    """Return the loader that ``prepared`` was made of, and its part (rank, num_ranks); None where it is not known.
+def own_loader(prepared: Any) -> tuple[Any, tuple[int, int] | bool | None]:
+    """Return the loader that ``prepared`` was made of, and its part (rank, num_ranks); its order is known.
 
     The batches of that loader are those of one rank. Its position can be kept exactly and for any number of ranks: the
-    order is known, not only how far it has been gone.
+    order is known, not only how far it has been gone. Where it is not known the part is None, and the loader is
+    ``prepared`` if it keeps its own position, else a `PreparedLoader`. torchdata's loader, as Accelerate makes it,
+    keeps that of a stream or of a sampler with a state; of a shuffled data set it begins another order.
     """
-    inner = getattr(prepared, "base_dataloader", None)
-    if type(prepared).__name__ != "DataLoaderShard" or type(inner) is not DataLoader:
-        return None
+    inner: Any = getattr(prepared, "base_dataloader", None)
+    if inner is None:
+        return PreparedLoader(prepared), None
+    is_stream = isinstance(inner.dataset, IterableDataset)
+    if getattr(prepared, "use_stateful_dataloader", False) and (
+        is_stream or any(keeps_state(one) or _is_torchdatas(one) for one in [inner.dataset, *samplers_of(inner)])
+    ):
+        return prepared, None
     batches: Any = inner.batch_sampler
     size: int | None = getattr(batches, "batch_size", None)
     part: tuple[int, int] | bool = False
@@ -460,8 +469,10 @@ def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] 
         part = batches.process_index, batches.num_processes
         size = batches.batch_size // batches.num_processes if batches.split_batches else batches.batch_size
         batches = batches.batch_sampler
-    if isinstance(inner.dataset, IterableDataset) or type(batches) is not BatchSampler:
-        return None
+    if type(prepared).__name__ != "DataLoaderShard" or is_stream or type(batches) is not BatchSampler:
+        return PreparedLoader(prepared), None
+    if type(inner) is not DataLoader and not _is_torchdatas(inner):
+        return PreparedLoader(prepared), None
     sampler: Any = batches.sampler
     # Accelerate's own seedable sampler is a RandomSampler that follows the epoch: so do we.
     shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler._num_samples is None
@@ -474,6 +485,10 @@ def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] 
         **{name: getattr(inner, name) for name in _LOADER},
     )
     return loader, part
+
+
+def _is_torchdatas(value: Any) -> bool:
+    return type(value).__module__.startswith("torchdata.")
 
 
 def told_when_last(
@@ -496,8 +511,8 @@ def told_when_last(
         prepared.end()
 
 
-class OneByOne:
-    """A prepared loader of which only the number of batches drawn is known."""
+class PreparedLoader:
+    """A prepared loader of which only the number of batches drawn is known; its name is in what is said of it."""
 
     def __init__(self, prepared: Any) -> None:
         self._prepared = prepared

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from holdfast._optional import require
 from holdfast._units import listed
@@ -21,6 +22,8 @@ from holdfast._units import listed
 _SHOWN = 3
 _SEEDS = 4  # that iterators of other loaders draw: of an evaluation after the save, say
 _SHARDED = {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}
+_STATELESS = {"LayerWiseDummyOptimizer", "AdaLomo"}  # as their state_dict says, for all that they keep
+_PLAIN = {"builtins", "collections", "torch"}
 _ROUNDING = 1e-6
 _REPEAT = "let the stream repeat itself (datasets: repeat(None)), or give it __len__"
 
@@ -54,6 +57,11 @@ def _unsaved_weights(args: Any, model: Any, optimizer: Any) -> list[str]:
             f"adapters {active} train together: transformers resumes only the first, and then fails at the state of "
             "the optimizer; train one at a time, or in a loop of your own (holdfast.Checkpointer)"
         )
+    if (kind := type(getattr(optimizer, "optimizer", optimizer)).__name__) in _STATELESS:
+        found.append(
+            f"{kind} steps within the backward pass, and the trainer does not save its moments: they begin anew after "
+            "a resume; choose an optim= that steps behind it"
+        )
     if getattr(args, "sync_ref_model", False):
         found.append(
             "sync_ref_model=True: the trainer does not save the reference model, so it is the first one again after a "
@@ -71,7 +79,7 @@ def _unsaved_generators(loader: Any) -> list[str]:
             f"{type(collator).__name__}(seed={seed}) draws from a generator of its own, which the trainer "
             "does not save: after a resume it begins anew, and batches are masked as at the start"
         )
-    for sampler in _samplers(loader):
+    for sampler in samplers_of(loader):
         if isinstance(getattr(sampler, "generator", None), torch.Generator) and not hasattr(sampler, "set_epoch"):
             found.append(
                 f"{type(sampler).__name__} draws from a generator of its own, which the trainer does not save: after "
@@ -80,9 +88,15 @@ def _unsaved_generators(loader: Any) -> list[str]:
     return found
 
 
-def what_is_not_read(args: Any, state: Any) -> list[str]:
+def what_is_not_read(args: Any, state: Any, loader: Any) -> list[str]:
     """List the settings under which a resume goes on in another way than training without it."""
     found = []
+    if (num_parts := _dispatched(loader)) > 1 and not _saves_between_epochs(args):
+        found.append(
+            f"dispatch_batches=True with {num_parts} processes: of the batches that were trained a resume in an epoch "
+            f"leaves out 1 of {num_parts}, and trains the others again; leave it out, set split_batches=True, or save "
+            "at ends of epochs (save_strategy='epoch')"
+        )
     if getattr(args, "ignore_data_skip", False):
         found.append("ignore_data_skip=True: a resume in an epoch begins the epoch anew, with the same data again")
     if getattr(args, "dataloader_persistent_workers", False) and args.dataloader_num_workers:
@@ -152,15 +166,23 @@ class LoadingWatch:
         self._before: _Generators | None = None
         self._num_seeds = 0  # that may be drawn until the step begins
         self._epochs = 0
+        self._is_exact = False  # checkpoints between epochs hold what loading draws from
         self._said: set[str] = set()
 
-    def trains(self) -> None:
-        """Note that training begins."""
-        self._before, self._epochs = None, 0
+    def trains(self, args: Any) -> None:
+        """Note that training begins, with these `TrainingArguments`."""
+        self._before, self._epochs, self._is_exact = None, 0, _saves_between_epochs(args)
 
-    def saved(self) -> None:
-        """Note that a checkpoint was saved; batches are loaded next."""
+    def saved(self, optimizer: Any) -> str | None:
+        """Note that a checkpoint was saved; batches are loaded next. Return, once, that it cannot be read again."""
         self._before, self._num_seeds = _Generators(), _SEEDS
+        if not (kinds := _refused(optimizer)):
+            return None
+        names = listed((f"{kind.__module__}.{kind.__qualname__}" for kind in kinds), _SHOWN)
+        return self._once(
+            f"the optimizer keeps {names} in its state, and a resume of transformers fails at that: call "
+            f"torch.serialization.add_safe_globals([{names}]) before trainer.train()"
+        )
 
     def epoch_begins(self, loader: Any, *, step: int) -> str | None:
         """Return, once, that a stream begins again, in which a resume does not find its place.
@@ -183,7 +205,7 @@ class LoadingWatch:
         """Return, once, that loading has drawn from the generators of training."""
         before, self._before = self._before, None
         drawn = before.drawn(num_seeds=self._num_seeds) if before is not None else []
-        if not drawn:
+        if not drawn or self._is_exact:
             return None
         return self._once(
             f"data are loaded with random numbers of {' and '.join(drawn)} (masks, augmentation, an order): a resume "
@@ -231,6 +253,10 @@ def strategy_name(strategy: Any) -> str:
     return str(getattr(strategy, "value", strategy))
 
 
+def _saves_between_epochs(args: Any) -> bool:
+    return strategy_name(args.save_strategy) == "epoch"
+
+
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
@@ -238,7 +264,13 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _samplers(loader: Any) -> list[Any]:
+def _dispatched(loader: Any) -> int:
+    """Return the number of parts in which rank 0 deals out its batches; 0 where a resume counts them right."""
+    counts_right = getattr(loader, "split_batches", True) or isinstance(loader.dataset, IterableDataset)
+    return 0 if type(loader).__name__ != "DataLoaderDispatcher" or counts_right else int(loader.state.num_processes)
+
+
+def samplers_of(loader: Any) -> list[Any]:
     """Return the samplers of a loader, each around the next, from the outermost."""
     found: list[Any] = []
     one = getattr(loader, "batch_sampler", None)
@@ -256,6 +288,14 @@ def _foreign(model: Any, optimizer: Any) -> list[torch.Tensor]:
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in trained if id(parameter) not in own]
     return foreign if len(foreign) < len(trained) else []
+
+
+def _refused(optimizer: Any) -> list[type]:
+    """Return the classes in the state of an optimizer that ``torch.load(weights_only=True)`` does not read."""
+    values = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    kinds = {type(value) for value in values if not isinstance(value, torch.Tensor)}
+    kinds -= {one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals()}
+    return sorted((kind for kind in kinds if kind.__module__ not in _PLAIN), key=lambda kind: kind.__qualname__)
 
 
 def _is_peft(model: Any) -> bool:

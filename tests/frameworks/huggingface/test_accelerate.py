@@ -137,6 +137,28 @@ def test_an_iterable_that_is_left_goes_on_where_it_was(tmp_path: Path, caplog: p
     assert "batches again" not in caplog.text
 
 
+def test_a_shuffled_order_goes_on_with_a_stateful_loader(tmp_path: Path) -> None:
+    """The order of a shuffled data set is not in the state of torchdata's loader: it is that of ``ck.batches``."""
+    from accelerate import DataLoaderConfiguration
+
+    def seen_until(stop: int, run: str) -> list[list[float]]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        points = DataLoader(torch.arange(12.0)[:, None], batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        _, loader = accelerator.prepare(torch.nn.Linear(1, 1), points)
+        seen = []
+        with Checkpointer(tmp_path / run, accelerator, every=1) as ck:
+            for _ in ck.epochs(2):
+                for batch in ck.batches(loader):
+                    seen.append(batch.flatten().tolist())
+                    ck.step()
+                    if ck.global_step == stop:
+                        return seen
+        return seen
+
+    assert seen_until(4, "run") + seen_until(9, "run") + seen_until(12, "run") == seen_until(12, "quiet")
+
+
 def test_a_save_between_the_batches_of_a_step_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once: what had gathered comes again, and the generators do not go back with it."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

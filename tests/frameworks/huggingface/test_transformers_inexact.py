@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -14,7 +16,9 @@ import tiny
 import torch
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from holdfast.frameworks.trainer_resume import what_is_not_read
 from holdfast.transformers import HoldfastCallback
 
 Said = Callable[..., list[str]]
@@ -90,6 +94,7 @@ def test_random_numbers_of_loading(said: Said, draw: Callable[[], Any], name: st
 
     found = said(masked)
     assert [one.startswith(f"data are loaded with random numbers of {name} ") for one in found] == [True] * bool(name)
+    assert said(masked, save_strategy="epoch") == [], "which is exact"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +127,19 @@ def test_settings_that_are_not_exact(said: Said) -> None:
     assert found.startswith("what the workers of the loader draw at random")
 
 
+def test_batches_that_rank_0_deals_out(said: Said) -> None:
+    """Of what several processes were dealt of a map-style data set, a resume of Accelerate leaves out too little."""
+    trainers: list[Trainer] = []
+    assert said(trainers.append, accelerator_config={"dispatch_batches": True}, max_steps=1) == []
+    [trainer] = trainers
+    loader: Any = trainer.callback_handler.train_dataloader
+    loader.state = SimpleNamespace(num_processes=2)
+    [found] = what_is_not_read(trainer.args, trainer.state, loader)
+    assert "a resume in an epoch leaves out 1 of 2, and trains the others again" in found
+    loader.split_batches = True
+    assert what_is_not_read(trainer.args, trainer.state, loader) == []
+
+
 def test_early_stopping_begins_anew(said: Said) -> None:
     """The patience of `EarlyStoppingCallback` is saved and not read, unless transformers is told to."""
     options = {"eval_strategy": "steps", "load_best_model_at_end": True, "metric_for_best_model": "loss"}
@@ -140,6 +158,41 @@ def test_what_trains_outside_of_the_model(said: Said) -> None:
 
     [found] = said(loss)
     assert "the optimizer trains a tensor of shape (3, 2) outside of the model" in found
+
+
+class Projector:
+    """Something in the state of an optimizer that is no tensor."""
+
+
+class Projected(torch.optim.SGD):
+    """An optimizer like GaLore's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["projector"] = Projector()
+        return super().step(closure)
+
+
+def test_what_optimizers_keep(said: Said) -> None:
+    """State that the trainer does not save is named, and so is what it saves and does not read again."""
+
+    def layer_by_layer(trainer: Trainer) -> None:
+        trainer.optimizer = LayerWiseDummyOptimizer()
+
+    [found] = said(layer_by_layer, max_steps=1)
+    assert found.startswith("LayerWiseDummyOptimizer steps within the backward pass, and the trainer does not save")
+
+    def projected(trainer: Trainer) -> None:
+        trainer.optimizer = Projected(trainer.model.parameters())  # type: ignore[union-attr]
+
+    [found] = said(projected)
+    name = f"{__name__}.Projector"
+    assert found.startswith(f"the optimizer keeps {name} in its state, and a resume of transformers fails at that")
+    with torch.serialization.safe_globals([Projector]):
+        assert said(projected, max_steps=6, resume=True) == []
+    with pytest.raises(pickle.UnpicklingError, match="Projector"):
+        said(projected, max_steps=8, resume=True)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own call
