@@ -259,6 +259,23 @@ def test_delete_leaves_neighbours_alone(storage) -> None:
     assert {info.path.split("/")[0] for info in storage.list()} == {"c11"}
 
 
+def test_a_run_is_not_deleted_as_a_checkpoint(storage) -> None:
+    """Nor what holds checkpoints or runs, whose parts are all there afterwards; files of others are no reason."""
+    small(storage, "runs/one/step_1")
+    small(storage, "runs/saved/a")
+    storage.put("runs/one/run.json", b"{}")
+    storage.put("foreign/site/manifest.json", b"{}")
+    before = {info.path for info in storage.list()}
+    cases = {"runs/one": "is a run,", "runs": "with the run one", "runs/saved": "with the checkpoint a"}
+    for name, says in cases.items():
+        with pytest.raises(CheckpointNotFoundError, match=f"{says}.*nothing was deleted"):
+            Checkpoint.at(storage, name).delete()
+    assert {info.path for info in storage.list()} == before
+    Checkpoint.at(storage, "foreign").delete()
+    Checkpoint.at(storage, "runs/one/step_1").delete()
+    assert {info.path.split("/")[1] for info in storage.list()} == {"one", "saved"}
+
+
 # -- dictionaries ------------------------------------------------------------------------------------------------------
 
 

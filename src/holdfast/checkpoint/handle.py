@@ -29,7 +29,7 @@ from holdfast.errors import (
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.contents import ContentsReader
 from holdfast.format.digest import close_by_blanks
-from holdfast.format.manifest import Manifest, body_digest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest, body_digest
 from holdfast.format.names import METADATA_FILE
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
@@ -260,13 +260,18 @@ class Checkpoint:
         """Delete it, manifest first. Nothing asks whether it is pinned.
 
         Raises:
-            CheckpointNotFoundError: there is nothing.
+            CheckpointNotFoundError: there is nothing, or this is a run, or a folder of checkpoints or runs.
         """
         if self._is_file():
             self._storage.delete(self._metadata_path())
             self._storage.delete(self._name)
             return
         self._require()
+        if (several := self._several()) is not None:
+            raise CheckpointNotFoundError(
+                f"{self.uri} is {several}, not one checkpoint, and nothing was deleted: delete those that you mean, as "
+                f"in Checkpoint({self.uri + '/NAME'!r}).delete(), or remove the whole directory by other means"
+            )
         if link_at(self._storage, LATEST) == self._name:
             drop_link(self._storage, LATEST)
         remove(self._storage, self._name)
@@ -452,6 +457,23 @@ class Checkpoint:
         exists = (root / self._name).is_dir() if root is not None else next(self._storage.list(self._name), None)
         if not exists:
             raise CheckpointNotFoundError(f"there is no checkpoint {self.uri}: nothing is at this place")
+
+    def _several(self) -> str | None:
+        """Return what is here instead of one checkpoint: a run, or a folder that holds one or a checkpoint."""
+        inside = [info.path.removeprefix(f"{self._name}/") for info in self._storage.list(self._name, recursive=False)]
+        if MANIFEST_NAME in inside:
+            return None
+        if RUN_FILE in inside:
+            return "a run"
+        for name in (name for name in inside if name.endswith("/")):
+            if self._storage.exists(f"{self._name}/{name}{RUN_FILE}"):
+                return f"a folder with the run {name[:-1]}"
+            try:
+                read_manifest(self._storage, f"{self._name}/{name[:-1]}")
+            except HoldfastError:
+                continue  # no checkpoint of ours
+            return f"a folder with the checkpoint {name[:-1]}"
+        return None
 
     def _metadata_path(self) -> str:
         if not self._is_file():
