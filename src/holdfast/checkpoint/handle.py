@@ -570,7 +570,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
 
     Raises:
         StorageError: the storage cannot be read.
-        CheckpointNotFoundError: the guard of the run has found a bad step in each of its checkpoints.
+        CheckpointNotFoundError: the run has no checkpoint, or its guard has found a bad step in each of them.
     """
     try:
         if given.manifest is not None:
@@ -587,7 +587,9 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     newer = view.passed_over(None if record is None else record.name)
     if record is None:
         if not newer:
-            return given
+            raise CheckpointNotFoundError(
+                f"{root.uri} is a run without a good checkpoint: `holdfast ls {root.uri}` shows what there is"
+            )
         raise CheckpointNotFoundError(
             f"the run {root.uri} has no checkpoint that its guard would go on from: {newer}; name one to have it anyway"
         )
