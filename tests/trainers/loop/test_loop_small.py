@@ -230,3 +230,11 @@ def test_tokens_that_nobody_counts(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "never comes due" not in caplog.text
     plain(tmp_path, save_interval="50tok").fit()
     assert caplog.text.count("an interval of 50tok never comes due") == 1
+
+
+def test_what_an_overwritten_run_left_is_in_the_way(tmp_path: Path) -> None:
+    """The advice helps: to autoresume is what was asked for already."""
+    plain(tmp_path, max_duration="3ep").fit()
+    plain(tmp_path, max_duration="2ep", save_overwrite=True).fit()
+    with pytest.raises(hf.CheckpointExistsError, match=r"\(ep3-ba18\), and save_overwrite=False: move them away, use"):
+        plain(tmp_path, max_duration="3ep", autoresume=True).fit()
