@@ -236,6 +236,11 @@ def test_metadata_are_replaced_whole_and_merged(storage) -> None:
     assert checkpoint.verify().ok
     with pytest.raises(ConfigError):
         checkpoint.set_metadata({"a": object()})
+    for change in (checkpoint.set_metadata, checkpoint.update_metadata, Checkpoint.from_dict):
+        with pytest.raises(ConfigError, match="give a dictionary"):
+            change("note")
+    with pytest.raises(ConfigError, match="give a path"):
+        Checkpoint.from_directory(None)
     storage.put("c/.metadata.json", b"[")
     with pytest.raises(CorruptCheckpointError):
         checkpoint.get_metadata()

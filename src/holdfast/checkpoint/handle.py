@@ -99,7 +99,7 @@ class Checkpoint:
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Refer to a local directory; a FILE is a one-file checkpoint. Neither has to be there yet."""
-        return cls(Path(path))
+        return cls(Path(path) if isinstance(path, (str, os.PathLike)) else path)
 
     @classmethod
     def from_uri(cls, uri: str) -> Checkpoint:
@@ -112,9 +112,15 @@ class Checkpoint:
 
         Takes what a state takes. State dicts whose names all start with ``module.`` (made by a wrapped model) lose
         that prefix. The time goes to the metadata, so `to_dict` gives back just what came in.
+
+        Raises:
+            ConfigError: ``data`` is no dictionary.
+            UnsupportedStateError: a value cannot be saved.
         """
         from holdfast.checkpointer.functions import save
 
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"Checkpoint.from_dict({type(data).__name__}(...)): give a dictionary")
         store = DictStore(os.urandom(8).hex())
         save(f"{store.uri}/checkpoint", without_prefix(dict(data)), ranks="this")
         self = cls(f"{store.uri}/checkpoint")
@@ -436,7 +442,13 @@ class Checkpoint:
         return read_metadata(self._storage, self._metadata_path())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the user's metadata (JSON) atomically. The file ends with blanks, which are its digest."""
+        """Replace the user's metadata (JSON) atomically. The file ends with blanks, which are its digest.
+
+        Raises:
+            ConfigError: it is no dictionary, or holds what JSON has not.
+        """
+        if not isinstance(metadata, Mapping):
+            raise ConfigError(f"metadata of {self.uri}: give a dictionary, not {type(metadata).__name__}")
         try:
             data = json.dumps(dict(metadata)).encode()
         except (TypeError, ValueError) as error:
@@ -444,8 +456,12 @@ class Checkpoint:
         self._storage.put(self._metadata_path(), close_by_blanks(data))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge into the user's metadata. Two processes at once: the later write wins."""
-        self.set_metadata({**self.get_metadata(), **metadata})
+        """Merge into the user's metadata. Two processes at once: the later write wins.
+
+        Raises:
+            ConfigError: as `set_metadata`.
+        """
+        self.set_metadata({**self.get_metadata(), **metadata} if isinstance(metadata, Mapping) else metadata)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
