@@ -236,6 +236,11 @@ def test_metadata_are_replaced_whole_and_merged(storage) -> None:
     assert checkpoint.verify().ok
     with pytest.raises(ConfigError):
         checkpoint.set_metadata({"a": object()})
+    for change in (checkpoint.set_metadata, checkpoint.update_metadata, Checkpoint.from_dict):
+        with pytest.raises(ConfigError, match="give a dictionary"):
+            change("note")
+    with pytest.raises(ConfigError, match="give a path"):
+        Checkpoint.from_directory(None)
     storage.put("c/.metadata.json", b"[")
     with pytest.raises(CorruptCheckpointError):
         checkpoint.get_metadata()
@@ -257,6 +262,23 @@ def test_delete_leaves_neighbours_alone(storage) -> None:
     storage.put("c1/mine.txt", b"x")
     Checkpoint.at(storage, "c1").delete()
     assert {info.path.split("/")[0] for info in storage.list()} == {"c11"}
+
+
+def test_a_run_is_not_deleted_as_a_checkpoint(storage) -> None:
+    """Nor what holds checkpoints or runs, whose parts are all there afterwards; files of others are no reason."""
+    small(storage, "runs/one/step_1")
+    small(storage, "runs/saved/a")
+    storage.put("runs/one/run.json", b"{}")
+    storage.put("foreign/site/manifest.json", b"{}")
+    before = {info.path for info in storage.list()}
+    cases = {"runs/one": "is a run,", "runs": "with the run one", "runs/saved": "with the checkpoint a"}
+    for name, says in cases.items():
+        with pytest.raises(CheckpointNotFoundError, match=f"{says}.*nothing was deleted"):
+            Checkpoint.at(storage, name).delete()
+    assert {info.path for info in storage.list()} == before
+    Checkpoint.at(storage, "foreign").delete()
+    Checkpoint.at(storage, "runs/one/step_1").delete()
+    assert {info.path.split("/")[1] for info in storage.list()} == {"one", "saved"}
 
 
 # -- dictionaries ------------------------------------------------------------------------------------------------------

@@ -113,6 +113,16 @@ def run_is_a_file(path: Path) -> None:
     path.write_text("a file")
 
 
+def link_to_nowhere(path: Path) -> None:
+    path.symlink_to("unmounted")
+
+
+def run_without_checkpoints(path: Path) -> dict[str, Any]:
+    with pytest.raises(ZeroDivisionError), hf.Checkpointer(path.parent / "base", kit.make_state(), every=None):
+        raise ZeroDivisionError
+    return {"resume": path.parent / "base"}
+
+
 def finished(path: Path) -> None:
     kit.train(path, 6)
 
@@ -151,6 +161,8 @@ TABLE: list[tuple[Prepare, dict[str, Any], type[Exception] | int, str]] = [
     (explicit_missing, {}, hf.CheckpointNotFoundError, "{path}/step_00000005"),
     (explicit_file, {}, hf.ConfigError, "{path}/run.json' is a file"),
     (run_is_a_file, {}, hf.ConfigError, "{path} is a file; a run needs a directory"),
+    (link_to_nowhere, {}, hf.ConfigError, "{path} is a link to unmounted, which is not there"),
+    (run_without_checkpoints, {}, hf.CheckpointNotFoundError, "base is a run without a good checkpoint: `holdfast ls"),
     (finished, {}, 6, "this run had finished (step 6): nothing to do unless more is asked for"),
     (by_spelling("with space"), {}, 4, "with space/step_00000004 at step 4"),
     (by_spelling("größe-日本"), {}, 4, "größe-日本/step_00000004 at step 4"),
@@ -398,3 +410,14 @@ def test_a_second_trainer_is_told_who_is_there_and_a_dead_one_is_replaced(
     ck = kit.train(tmp_path, 4)
     assert ck.resumed_from is not None
     assert ck.resumed_from.step == 3
+
+
+def test_a_place_that_cannot_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name too long, and a relative path where the current directory is gone, say what to give."""
+    with pytest.raises(hf.ConfigError, match="File name too long: give another path"):
+        hf.Checkpointer(tmp_path / ("a" * 300), {"n": 0}).start()
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(hf.ConfigError, match="current directory is not there any more: give an absolute path"):
+        hf.Checkpointer("run", {"n": 0})

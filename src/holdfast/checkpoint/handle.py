@@ -29,7 +29,7 @@ from holdfast.errors import (
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.contents import ContentsReader
 from holdfast.format.digest import close_by_blanks
-from holdfast.format.manifest import Manifest, body_digest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest, body_digest
 from holdfast.format.names import METADATA_FILE
 from holdfast.run.external import change, held
 from holdfast.run.index import RUN_FILE
@@ -99,7 +99,7 @@ class Checkpoint:
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Refer to a local directory; a FILE is a one-file checkpoint. Neither has to be there yet."""
-        return cls(Path(path))
+        return cls(Path(path) if isinstance(path, (str, os.PathLike)) else path)
 
     @classmethod
     def from_uri(cls, uri: str) -> Checkpoint:
@@ -112,9 +112,15 @@ class Checkpoint:
 
         Takes what a state takes. State dicts whose names all start with ``module.`` (made by a wrapped model) lose
         that prefix. The time goes to the metadata, so `to_dict` gives back just what came in.
+
+        Raises:
+            ConfigError: ``data`` is no dictionary.
+            UnsupportedStateError: a value cannot be saved.
         """
         from holdfast.checkpointer.functions import save
 
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"Checkpoint.from_dict({type(data).__name__}(...)): give a dictionary")
         store = DictStore(os.urandom(8).hex())
         save(f"{store.uri}/checkpoint", without_prefix(dict(data)), ranks="this")
         self = cls(f"{store.uri}/checkpoint")
@@ -260,13 +266,18 @@ class Checkpoint:
         """Delete it, manifest first. Nothing asks whether it is pinned.
 
         Raises:
-            CheckpointNotFoundError: there is nothing.
+            CheckpointNotFoundError: there is nothing, or this is a run, or a folder of checkpoints or runs.
         """
         if self._is_file():
             self._storage.delete(self._metadata_path())
             self._storage.delete(self._name)
             return
         self._require()
+        if (several := self._several()) is not None:
+            raise CheckpointNotFoundError(
+                f"{self.uri} is {several}, not one checkpoint, and nothing was deleted: delete those that you mean, as "
+                f"in Checkpoint({self.uri + '/NAME'!r}).delete(), or remove the whole directory by other means"
+            )
         if link_at(self._storage, LATEST) == self._name:
             drop_link(self._storage, LATEST)
         remove(self._storage, self._name)
@@ -431,7 +442,13 @@ class Checkpoint:
         return read_metadata(self._storage, self._metadata_path())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the user's metadata (JSON) atomically. The file ends with blanks, which are its digest."""
+        """Replace the user's metadata (JSON) atomically. The file ends with blanks, which are its digest.
+
+        Raises:
+            ConfigError: it is no dictionary, or holds what JSON has not.
+        """
+        if not isinstance(metadata, Mapping):
+            raise ConfigError(f"metadata of {self.uri}: give a dictionary, not {type(metadata).__name__}")
         try:
             data = json.dumps(dict(metadata)).encode()
         except (TypeError, ValueError) as error:
@@ -439,8 +456,12 @@ class Checkpoint:
         self._storage.put(self._metadata_path(), close_by_blanks(data))
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge into the user's metadata. Two processes at once: the later write wins."""
-        self.set_metadata({**self.get_metadata(), **metadata})
+        """Merge into the user's metadata. Two processes at once: the later write wins.
+
+        Raises:
+            ConfigError: as `set_metadata`.
+        """
+        self.set_metadata({**self.get_metadata(), **metadata} if isinstance(metadata, Mapping) else metadata)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -452,6 +473,23 @@ class Checkpoint:
         exists = (root / self._name).is_dir() if root is not None else next(self._storage.list(self._name), None)
         if not exists:
             raise CheckpointNotFoundError(f"there is no checkpoint {self.uri}: nothing is at this place")
+
+    def _several(self) -> str | None:
+        """Return what is here instead of one checkpoint: a run, or a folder that holds one or a checkpoint."""
+        inside = [info.path.removeprefix(f"{self._name}/") for info in self._storage.list(self._name, recursive=False)]
+        if MANIFEST_NAME in inside:
+            return None
+        if RUN_FILE in inside:
+            return "a run"
+        for name in (name for name in inside if name.endswith("/")):
+            if self._storage.exists(f"{self._name}/{name}{RUN_FILE}"):
+                return f"a folder with the run {name[:-1]}"
+            try:
+                read_manifest(self._storage, f"{self._name}/{name[:-1]}")
+            except HoldfastError:
+                continue  # no checkpoint of ours
+            return f"a folder with the checkpoint {name[:-1]}"
+        return None
 
     def _metadata_path(self) -> str:
         if not self._is_file():
@@ -548,7 +586,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
 
     Raises:
         StorageError: the storage cannot be read.
-        CheckpointNotFoundError: the guard of the run has found a bad step in each of its checkpoints.
+        CheckpointNotFoundError: the run has no checkpoint, or its guard has found a bad step in each of them.
     """
     try:
         if given.manifest is not None:
@@ -565,7 +603,9 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     newer = view.passed_over(None if record is None else record.name)
     if record is None:
         if not newer:
-            return given
+            raise CheckpointNotFoundError(
+                f"{root.uri} is a run without a good checkpoint: `holdfast ls {root.uri}` shows what there is"
+            )
         raise CheckpointNotFoundError(
             f"the run {root.uri} has no checkpoint that its guard would go on from: {newer}; name one to have it anyway"
         )

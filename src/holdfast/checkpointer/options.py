@@ -281,14 +281,25 @@ def _end_of_job() -> datetime | None:
 
 
 def check_root(storage: Storage) -> None:
-    """Refuse a file where the directory of the run should be.
+    """Refuse what cannot be the directory of a run.
 
     Raises:
-        ConfigError: there is a file.
+        ConfigError: there is a file, or a link that leads nowhere, or the name is too long.
     """
     root = storage.local_root
-    if root is not None and root.is_file():
+    if root is None:
+        return
+    try:
+        is_file = root.is_file()
+    except OSError as error:
+        raise ConfigError(f"{root}: {error.strerror}: give another path") from error
+    if is_file:
         raise ConfigError(f"{root} is a file; a run needs a directory: give another path")
+    if root.is_symlink() and not root.exists():
+        raise ConfigError(
+            f"{root} is a link to {os.readlink(root)}, which is not there (a disk that is not mounted?): make that "
+            "directory, or give another path"
+        )
 
 
 def _listeners(given: Listener | str | Sequence[Listener | str] | None) -> tuple[Listener, ...]:

@@ -230,3 +230,20 @@ def test_tokens_that_nobody_counts(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "never comes due" not in caplog.text
     plain(tmp_path, save_interval="50tok").fit()
     assert caplog.text.count("an interval of 50tok never comes due") == 1
+
+
+def test_an_optimizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
+    """It would train nothing, without a word."""
+    model = torch.nn.Linear(4, 3)
+    plain(None, model=model, optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert not caplog.text
+    plain(None, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert caplog.text.count("optimizers[0] (SGD) has no parameter of the model and trains nothing of it") == 1
+
+
+def test_what_an_overwritten_run_left_is_in_the_way(tmp_path: Path) -> None:
+    """The advice helps: to autoresume is what was asked for already."""
+    plain(tmp_path, max_duration="3ep").fit()
+    plain(tmp_path, max_duration="2ep", save_overwrite=True).fit()
+    with pytest.raises(hf.CheckpointExistsError, match=r"\(ep3-ba18\), and save_overwrite=False: move them away, use"):
+        plain(tmp_path, max_duration="3ep", autoresume=True).fit()

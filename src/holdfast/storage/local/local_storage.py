@@ -548,7 +548,10 @@ class LocalStorage(Storage):
 
 def absolute(path: str) -> str:
     """Return a path as an absolute one, with one slash at its head: `os.path.abspath` leaves two, as POSIX allows."""
-    full = os.path.abspath(path)
+    try:
+        full = os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path!r}: the current directory is not there any more: give an absolute path") from error
     return full[1:] if full.startswith("//") else full
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpointer.meeting import Alone, Meeting, meet
 from holdfast.checkpointer.rendezvous import Rendezvous, store_of_this_life
@@ -30,6 +31,7 @@ from holdfast.state.tree.arrays import is_spread, local_tensor
 
 from .arguments import several
 
+_LOG = get_logger("trainers.loop")
 TIMEOUT_S = 600.0
 _BUCKET = 250 << 20
 _INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
@@ -388,6 +390,16 @@ def choose_optimizers(
         options: dict[str, Any] = {"foreach": False} if _is_mixed(parameters) else {}
         found = [torch.optim.AdamW(parameters, lr=1e-3, **options)]
     check_optimizers(found, device, scaled=scaled)
+    of_model = {id(parameter) for parameter in parameters}
+    for number, optimizer in enumerate(found):
+        groups = getattr(optimizer, "param_groups", ())
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        if held and held.isdisjoint(of_model):
+            _LOG.warning(
+                "optimizers[%d] (%s) has no parameter of the model and trains nothing of it: make it from the "
+                "parameters() of the model that the Trainer gets, after that was copied or sharded",
+                number, type(optimizer).__name__,
+            )  # fmt: skip
     return found
 
 

@@ -331,7 +331,7 @@ class CheckpointSaver(Callback):
             match, where = self.remote_names(uploader), uploader.storage.uri
             later += self._in_the_way(uploader.storage, names_in(uploader.storage, nested=True), match, now)
         if later:
-            way = "go on with autoresume=True" if context.resumed or not context.autoresumes else "move them away"
+            way = "move them away" if context.autoresumes else "go on with autoresume=True"
             raise CheckpointExistsError(
                 f"{where} holds {len(later)} checkpoint(s) after batch {now.count('batch')} ({listed(later, 5)}), "
                 f"and save_overwrite=False: {way}, use another save_folder or "
