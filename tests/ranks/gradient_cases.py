@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +87,33 @@ def train(root: str, until: int, *, crash_at: int = -1, alone: bool = False) -> 
                 os._exit(9)
     bits = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
     return {"begun": begun, "digest": hashlib.sha256(bits).hexdigest()}
+
+
+class Behind:
+    """An object that keeps the state of a model in DDP."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.module.load_state_dict(state)
+
+
+def hidden(root: str) -> int:
+    """Enter a run with a DDP behind an object, and modules beside which torch keeps one; elements that differ then."""
+    behind, beside = wrapped(), wrapped().module
+    replicate(beside)
+    with hf.Checkpointer(Path(root), {"app": Behind(behind), "beside": beside, "unused": _unused()}):
+        first, second = gradients(behind, 1), gradients(behind, 1)
+    return sum(int((one != other).sum()) for one, other in zip(first, second, strict=True))
+
+
+def _unused() -> nn.Module:
+    model: nn.Module = replicate(wrapped().module, find_unused_parameters=True)
+    return model
 
 
 def hook_with_memory(root: str, named: bool) -> None:

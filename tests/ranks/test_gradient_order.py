@@ -53,6 +53,14 @@ def test_a_model_that_other_ranks_do_not_save_is_not_waited_for(ranks, tmp_path)
     assert "model: DDP adds its gradients in another order" in found[0].output
 
 
+def test_a_ddp_that_is_not_seen_at_once_is_fixed_or_said(ranks, tmp_path):
+    """That of an object in the state is fixed; ``replicate`` makes its own in the first forward pass, too late."""
+    found = ranks.ranks(f"{CASES}:hidden", str(tmp_path / "run"), world_size=3)
+    assert [one.checked() for one in found] == [0, 0, 0]
+    said = [line.strip() for line in found[0].output.splitlines() if "another order" in line]
+    assert [line.partition(":")[0] for line in said] == ["beside"]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_what_a_hook_keeps_is_saved_or_said(ranks, tmp_path, named):
     """DDP gives it to no `state_dict()`: rank 0 says so after the first step, unless the state names it."""

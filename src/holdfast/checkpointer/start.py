@@ -241,7 +241,7 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
     """
     if meeting.world_size < 3:
         return []
-    from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
+    from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules, replicated_modules
     from holdfast.state.tree.sharded import parallel_group
 
     found = {path: module for path, module in parallel_modules(live).items() if module.process_group.size() > 2}
@@ -253,7 +253,8 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
 
     shared = set(meeting.agree("gradients", lambda: list(keys.values()), decide))
     fixed = {path: fix_gradient_order(found[path]) for path, key in keys.items() if key in shared}
-    return [f"{path}: {INEXACT}" for path in found if not fixed.get(path, False)]
+    inexact = [path for path in found if not fixed.get(path, False)]
+    return [f"{path}: {INEXACT}" for path in (*inexact, *replicated_modules(live))]
 
 
 def _key_of(path: str, ranks: tuple[int, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._log import get_logger
+
+from .tree.objects import is_replicated, leaves
 
 _LOG = get_logger("state")
 
@@ -32,7 +35,10 @@ _tried: WeakKeyDictionary[DistributedDataParallel, bool] = WeakKeyDictionary()  
 
 
 def parallel_modules(state: Any) -> dict[str, DistributedDataParallel]:
-    """Return the modules of a state that are wrapped in DDP, by their paths, in the order of the paths."""
+    """Return the DDP modules of a state, by their paths, in the order of the paths.
+
+    Those that an object of the state has as an attribute are among them.
+    """
     return dict(sorted(_parallel(state, "", ())))
 
 
@@ -41,9 +47,30 @@ def _parallel(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[s
         for name, child in value.named_modules():
             if type(child) is DistributedDataParallel:
                 yield f"{path}/{name}".strip("/"), child
+    elif callable(getattr(value, "state_dict", None)) and not isinstance(value, (type, torch.optim.Optimizer)):
+        for name, own in getattr(value, "__dict__", {}).items():
+            if isinstance(own, nn.Module):
+                yield from _parallel(own, f"{path}/{name}", above)
     elif isinstance(value, (Mapping, list, tuple)) and id(value) not in above:
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _parallel(item, f"{path}/{key}", (*above, id(value)))
+
+
+def replicated_modules(state: Any) -> list[str]:
+    """Return the paths of modules that ``replicate`` of torch is to wrap in DDP at their first forward pass.
+
+    It keeps the DDP beside the module, and makes it too late to fix its order.
+    """
+    return sorted(_replicated(state, ""))
+
+
+def _replicated(value: Any, path: str) -> Iterator[str]:
+    for where, module in leaves(value, path):
+        for name, child in module.named_modules() if isinstance(module, nn.Module) else ():
+            if is_replicated(child):
+                kept = sys.modules["torch.distributed._composable.replicate"].replicate.state(child)
+                if not getattr(kept, "_init_kwargs", {}).get("find_unused_parameters"):
+                    yield f"{where}/{name}".strip("/")
 
 
 def fix_gradient_order(model: DistributedDataParallel) -> bool:

@@ -371,7 +371,7 @@ def local_of(value: Any) -> torch.Tensor:
 
 _FLATTENED = "_fsdp_flattened"  # FSDP1 marks with it the parameters that it cuts
 _INSTEAD = (
-    "keeps slices of flattened parameters: use torch.distributed.fsdp.fully_shard, or give {'model': "
+    " (FSDP1) keeps slices of flattened parameters: use torch.distributed.fsdp.fully_shard, or give {'model': "
     "get_model_state_dict(model), 'optimizer': get_optimizer_state_dict(model, optimizer)} of "
     "torch.distributed.checkpoint.state_dict, and hand what was loaded to set_model_state_dict and "
     "set_optimizer_state_dict; in a run give one object whose state_dict calls get_state_dict, and whose "
@@ -390,7 +390,7 @@ def check_module(module: nn.Module, path: str) -> None:
         return
     for child in module.modules():
         if isinstance(child, kind) and getattr(child.sharding_strategy, "name", "") != "NO_SHARD":
-            raise UnsupportedStateError(f"{path}: {type(child).__name__} (FSDP1) {_INSTEAD}")
+            raise UnsupportedStateError(f"{path}: {type(child).__name__}{_INSTEAD}")
 
 
 def check_parameters(params: Iterable[torch.Tensor], path: str) -> None:
@@ -400,7 +400,7 @@ def check_parameters(params: Iterable[torch.Tensor], path: str) -> None:
         UnsupportedStateError: as `check_module`.
     """
     if "torch.distributed.fsdp" in sys.modules and any(getattr(param, _FLATTENED, False) for param in params):
-        raise UnsupportedStateError(f"{path}: the optimizer of a FullyShardedDataParallel (FSDP1) {_INSTEAD}")
+        raise UnsupportedStateError(f"{path}: the optimizer of a FullyShardedDataParallel{_INSTEAD}")
 
 
 def reshard(module: nn.Module) -> None:

@@ -400,7 +400,8 @@ class _Walker:
         if self.shared:
             self.flat.replicated.extend(number for number, owner in owners.items() if owner is not None)
             # DDP gives all ranks the buffers of rank 0 before each forward pass; nothing does where weights are spread.
-            differ = any(number in self.flat.regions or number in self.flat.whole for number in added)
+            differ = objects.is_replicated(module)
+            differ = differ or any(number in self.flat.regions or number in self.flat.whole for number in added)
             if parallel is not None:
                 differ = not parallel.broadcast_buffers
             if differ:

@@ -17,6 +17,7 @@ checkpoint of a wrapped model fits the bare model.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -55,6 +56,12 @@ def parallel_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel |
     if "_orig_mod" in modules:
         module = modules["_orig_mod"]
     return module if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Tell whether ``replicate`` of torch has made this module data parallel, which makes no buffers alike."""
+    kind = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
