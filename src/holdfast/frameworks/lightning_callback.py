@@ -25,8 +25,11 @@ from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_
 from holdfast.state.tree import rng
 from holdfast.trainers.torch_helpers import PreparedLoader
 
+from .lightning_io import HoldfastCheckpointIO
+
 _LOG = get_logger("frameworks")
 _PACKAGES = ("lightning.", "pytorch_lightning.")
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _STOPS = "EarlyStopping"
 _FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
@@ -151,7 +154,7 @@ class HoldfastCallback(Grafted):
         """Take note of what is to be restored, and let `ModelCheckpoint` go on in its folder."""
         if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
             return
-        if os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_")):
+        if was_a_search(trainer):
             return  # a search is over, and goes back to where it began
         self._found = checkpoint.get(self.KEY, {})
         self._ends = epoch_end_of(checkpoint)
@@ -197,6 +200,11 @@ class HoldfastCallback(Grafted):
         fixed = [fix_gradient_order(model) for model in parallel_modules(trainer.strategy.model).values()]
         if not all(fixed):
             block.notes.append(INEXACT)
+        if writes_itself(trainer.strategy) and isinstance(trainer.strategy.checkpoint_io, HoldfastCheckpointIO):
+            block.notes.append(
+                f"{type(trainer.strategy).__name__} saves by itself: HoldfastCheckpointIO is not used and its latest() "
+                "finds nothing of this, ckpt_path='last' does"
+            )
         if trainer.is_global_zero:
             block.show()
 
@@ -671,6 +679,16 @@ def _tickets(pruning: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number, name in layer["names"]:
             module = pruning._parameters_to_prune[number][0]
             yield getattr(module, f"{name}_orig", getattr(module, name)), getattr(layer["data"], name)
+
+
+def writes_itself(strategy: Any) -> bool:
+    """Tell whether a strategy saves shards, or without the plugin for checkpoints."""
+    return any(kind.__name__ in _SHARDED for kind in type(strategy).__mro__)
+
+
+def was_a_search(trainer: Any) -> bool:
+    """Tell whether a finder has made the checkpoint that a trainer has restored last."""
+    return os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def searched(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Callable[[str], Any], Callable[[str, Any], None]]]:
