@@ -71,6 +71,7 @@ class HoldfastCallback(Grafted):
         self._block = ResumeBlock()
         self._not_restored: list[tuple[str, str]] = []
         self._ends = ""
+        self._num_batches: float | None = None  # of the epoch in which the checkpoint was taken
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the training loaders, once Lightning has given them their samplers."""
@@ -141,6 +142,7 @@ class HoldfastCallback(Grafted):
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
             "loaders": [loader.state_dict() for loader in _epoch_loaders(trainer)],
             "next_logged": self._logged and self._logged[1],
+            "num_batches": trainer.num_training_batches,
             "frozen": sorted(_frozen(pl_module)),
             "searched": {name: get(name) for _, name, get, _ in searched(trainer, pl_module)},
             "stopped": trainer.should_stop and any(_has_stopped(one) for one in _kinds(trainer.callbacks, _STOPS)),
@@ -168,7 +170,9 @@ class HoldfastCallback(Grafted):
             trainer.should_stop = True
         self._ended = ended_loaders(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
-        self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
+        lost = list(lost_in_mid_epoch(checkpoint, trainer, pl_module))
+        self._num_batches = self._found.get("num_batches") if lost else None
+        self._not_restored += lost
         for callback in self._named_no_folder:
             before, now = checkpoint["callbacks"].get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
             if before and str(before) != now and only_version_differs(str(before), now):
@@ -188,6 +192,12 @@ class HoldfastCallback(Grafted):
                 # An epoch like any other begins: else it would have no on_train_epoch_start.
                 trainer.fit_loop.reset_restart_stage()
                 trainer.fit_loop.epoch_loop._restarting = False
+            if self._num_batches not in (None, now := trainer.num_training_batches):
+                why = (
+                    f"it had {self._num_batches} batches, now one has {now} (another batch size, other data, another "
+                    "limit?), and Lightning ends this one by that count, however many samples are left"
+                )
+                self._not_restored.append(("length of the epoch", why))
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {_place(trainer)}"
             self._restore_generators(trainer, self._found.get("generators"))
             if "generators" not in self._found:

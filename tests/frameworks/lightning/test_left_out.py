@@ -258,3 +258,17 @@ def test_a_strategy_that_saves_by_itself(tmp_path: Path, capsys: pytest.CaptureF
         ).fit(Net())  # fmt: skip
         said = "ModelParallelStrategy saves by itself: HoldfastCheckpointIO is not used" in capsys.readouterr().err
         assert said == is_said
+
+
+class Larger(Net):
+    size = 8
+
+
+def test_another_number_of_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning counts batches: where their size changes within an epoch samples are left out, and it is said."""
+    fit(tmp_path, saves={"every_n_train_steps": 2})
+    capsys.readouterr()
+    for steps, model, is_said in ((8, Net, False), (6, Larger, False), (8, Larger, True)):
+        fit(tmp_path, start=tmp_path / f"step={steps}.ckpt", model=model)
+        said = "NOT restored  length of the epoch: it had 6 batches, now one has 3" in capsys.readouterr().err
+        assert said == is_said
