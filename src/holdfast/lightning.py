@@ -14,12 +14,12 @@ import torch
 from ._log import get_logger
 from ._optional import Grafted
 from .errors import ConfigError
-from .frameworks.lightning_callback import HoldfastCallback
+from .frameworks.lightning_callback import HoldfastCallback, was_a_search, writes_itself
 from .frameworks.lightning_io import HoldfastCheckpointIO
 from .frameworks.reporting import epochs_between, reporting, scalars
 from .state.gradient_order import fix_or_warn, parallel_modules
 from .trainers.function.config import CheckpointUploadMode, ValidationTaskConfig
-from .trainers.function.worker.session import get_context, report
+from .trainers.function.worker.session import get_checkpoint, get_context, report
 from .trainers.torch_helpers import get_device
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
 ]  # fmt: skip
 
 _LOG = get_logger("frameworks")
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 class ReportCallback(Grafted):
@@ -100,6 +99,11 @@ class ReportCallback(Grafted):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Take note of the step to go on from, which was reported before, and let DDP add gradients in one order."""
         self._last_step = trainer.global_step
+        if trainer.is_global_zero and was_a_search(trainer) and get_checkpoint() is not None:
+            _LOG.warning(
+                "a finder has searched (%s), after which Lightning resumes nothing but weights: this training is at "
+                "step %d; with HoldfastCallback it would not search again", trainer.ckpt_path, trainer.global_step,
+            )  # fmt: skip
         for model in parallel_modules(trainer.strategy.model).values():
             fix_or_warn(model, leads=trainer.is_global_zero)
 
@@ -136,7 +140,7 @@ class ReportCallback(Grafted):
             return
         with reporting(
             self.metrics(trainer),
-            sharded=any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__),
+            sharded=writes_itself(trainer.strategy),
             upload_mode=self.checkpoint_upload_mode,
             validation=self.validation,
         ) as directory:

@@ -25,8 +25,11 @@ from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_
 from holdfast.state.tree import rng
 from holdfast.trainers.torch_helpers import PreparedLoader
 
+from .lightning_io import HoldfastCheckpointIO
+
 _LOG = get_logger("frameworks")
 _PACKAGES = ("lightning.", "pytorch_lightning.")
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _STOPS = "EarlyStopping"
 _FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
@@ -68,6 +71,7 @@ class HoldfastCallback(Grafted):
         self._block = ResumeBlock()
         self._not_restored: list[tuple[str, str]] = []
         self._ends = ""
+        self._num_batches: float | None = None  # of the epoch in which the checkpoint was taken
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the training loaders, once Lightning has given them their samplers."""
@@ -138,6 +142,7 @@ class HoldfastCallback(Grafted):
             # Lightning keeps their states too, and does not give them back after the end of an epoch.
             "loaders": [loader.state_dict() for loader in _epoch_loaders(trainer)],
             "next_logged": self._logged and self._logged[1],
+            "num_batches": trainer.num_training_batches,
             "frozen": sorted(_frozen(pl_module)),
             "searched": {name: get(name) for _, name, get, _ in searched(trainer, pl_module)},
             "stopped": trainer.should_stop and any(_has_stopped(one) for one in _kinds(trainer.callbacks, _STOPS)),
@@ -151,7 +156,7 @@ class HoldfastCallback(Grafted):
         """Take note of what is to be restored, and let `ModelCheckpoint` go on in its folder."""
         if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
             return
-        if os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_")):
+        if was_a_search(trainer):
             return  # a search is over, and goes back to where it began
         self._found = checkpoint.get(self.KEY, {})
         self._ends = epoch_end_of(checkpoint)
@@ -165,7 +170,9 @@ class HoldfastCallback(Grafted):
             trainer.should_stop = True
         self._ended = ended_loaders(checkpoint)
         settle_progress(checkpoint, by_steps=trainer.max_steps != -1)
-        self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
+        lost = list(lost_in_mid_epoch(checkpoint, trainer, pl_module))
+        self._num_batches = self._found.get("num_batches") if lost else None
+        self._not_restored += lost
         for callback in self._named_no_folder:
             before, now = checkpoint["callbacks"].get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
             if before and str(before) != now and only_version_differs(str(before), now):
@@ -185,6 +192,12 @@ class HoldfastCallback(Grafted):
                 # An epoch like any other begins: else it would have no on_train_epoch_start.
                 trainer.fit_loop.reset_restart_stage()
                 trainer.fit_loop.epoch_loop._restarting = False
+            if self._num_batches not in (None, now := trainer.num_training_batches):
+                why = (
+                    f"it had {self._num_batches} batches, now one has {now} (another batch size, other data, another "
+                    "limit?), and Lightning ends this one by that count, however many samples are left"
+                )
+                self._not_restored.append(("length of the epoch", why))
             block.headline = f"Lightning resumed from {trainer.ckpt_path} at {_place(trainer)}"
             self._restore_generators(trainer, self._found.get("generators"))
             if "generators" not in self._found:
@@ -197,6 +210,11 @@ class HoldfastCallback(Grafted):
         fixed = [fix_gradient_order(model) for model in parallel_modules(trainer.strategy.model).values()]
         if not all(fixed):
             block.notes.append(INEXACT)
+        if writes_itself(trainer.strategy) and isinstance(trainer.strategy.checkpoint_io, HoldfastCheckpointIO):
+            block.notes.append(
+                f"{type(trainer.strategy).__name__} saves by itself: HoldfastCheckpointIO is not used and its latest() "
+                "finds nothing of this, ckpt_path='last' does"
+            )
         if trainer.is_global_zero:
             block.show()
 
@@ -671,6 +689,16 @@ def _tickets(pruning: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for number, name in layer["names"]:
             module = pruning._parameters_to_prune[number][0]
             yield getattr(module, f"{name}_orig", getattr(module, name)), getattr(layer["data"], name)
+
+
+def writes_itself(strategy: Any) -> bool:
+    """Tell whether a strategy saves shards, or without the plugin for checkpoints."""
+    return any(kind.__name__ in _SHARDED for kind in type(strategy).__mro__)
+
+
+def was_a_search(trainer: Any) -> bool:
+    """Tell whether a finder has made the checkpoint that a trainer has restored last."""
+    return os.path.basename(str(trainer.ckpt_path)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def searched(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Callable[[str], Any], Callable[[str, Any], None]]]:

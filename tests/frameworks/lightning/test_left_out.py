@@ -12,7 +12,7 @@ import torch
 from tiny import TREES, make_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.lightning import HoldfastCallback
+from holdfast.lightning import HoldfastCallback, HoldfastCheckpointIO
 
 TREE = TREES[0]
 pl = importlib.import_module(TREE)
@@ -243,3 +243,32 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
     assert f"holdfast: goes on at step {LENGTH} with what this process has" in capsys.readouterr().err
+
+
+def test_a_strategy_that_saves_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not use the plugin, so `latest` would find nothing at every start: the block says so."""
+
+    class ModelParallelStrategy(pl.strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
+        pass
+
+    for strategy, is_said in ((ModelParallelStrategy("cpu"), True), ("auto", False)):
+        make_trainer(
+            TREE, tmp_path, callbacks=[HoldfastCallback()], plugins=[HoldfastCheckpointIO(tmp_path / "run")],
+            strategy=strategy, max_epochs=1,
+        ).fit(Net())  # fmt: skip
+        said = "ModelParallelStrategy saves by itself: HoldfastCheckpointIO is not used" in capsys.readouterr().err
+        assert said == is_said
+
+
+class Larger(Net):
+    size = 8
+
+
+def test_another_number_of_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning counts batches: where their size changes within an epoch samples are left out, and it is said."""
+    fit(tmp_path, saves={"every_n_train_steps": 2})
+    capsys.readouterr()
+    for steps, model, is_said in ((8, Net, False), (6, Larger, False), (8, Larger, True)):
+        fit(tmp_path, start=tmp_path / f"step={steps}.ckpt", model=model)
+        said = "NOT restored  length of the epoch: it had 6 batches, now one has 3" in capsys.readouterr().err
+        assert said == is_said

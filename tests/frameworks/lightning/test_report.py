@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,3 +277,15 @@ def train_three_in_two_lives(config):
 def test_three_ranks_add_gradients_in_one_order(tmp_path: Path) -> None:
     """The first step after a resume gives the bits that it gives in the middle of a training."""
     assert fit(train_three_in_two_lives, tmp_path, workers=3).metrics == {"same": True}
+
+
+def test_a_search_after_which_nothing_is_resumed(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A finder searches again in the next life, and Lightning then begins at step 0: it is said, once there was one."""
+    trainer = SimpleNamespace(
+        ckpt_path="here/.lr_find_1.ckpt", global_step=0, is_global_zero=True,
+        strategy=SimpleNamespace(model=torch.nn.Linear(1, 1)),
+    )  # fmt: skip
+    for found, is_said in ((None, False), ("checkpoint_000003", True)):
+        monkeypatch.setattr("holdfast.lightning.get_checkpoint", lambda found=found: found)
+        ReportCallback().on_train_start(trainer, None)
+        assert ("after which Lightning resumes nothing but weights" in caplog.text) == is_said
