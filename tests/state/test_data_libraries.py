@@ -29,6 +29,15 @@ class Combined(Numbers):
     _iterate_over_all = True
 
 
+class ByWeights(Numbers):
+    """Several that are combined by weights: without a length, and without the generators of its workers in a state."""
+
+    _iterate_over_all = False
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
 class Litdatas(DataLoader):
     """Counts each batch as full, and takes a state with all samples for the begin of the next epoch.
 
@@ -39,7 +48,7 @@ class Litdatas(DataLoader):
     __module__ = "litdata.streaming.dataloader"
 
     def __init__(self, dataset: IterableDataset) -> None:
-        super().__init__(dataset, batch_size=None)
+        super().__init__(dataset, batch_size=None, num_workers=2)  # that are never begun
         self.restore, self.current_epoch, self.given = False, 0, 0
         self.worker_epoch = 1  # of the data set in this process, whose workers count on in theirs
         self.num_resumes = 0
@@ -50,7 +59,10 @@ class Litdatas(DataLoader):
             self.current_epoch += 1
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as each of torch's iterators does
         order = random.Random(self.worker_epoch).sample(range(N), N)
-        if self.num_resumes > 1 and hasattr(self.dataset, "_iterate_over_all"):
+        by_weights = getattr(self.dataset, "_iterate_over_all", True) is False
+        if by_weights or (self.num_resumes > 1 and hasattr(self.dataset, "_iterate_over_all")):
+            order = random.Random(self.given if self.restore and by_weights else self.worker_epoch).sample(range(N), N)
+        if self.num_resumes > 1 and not by_weights and hasattr(self.dataset, "_iterate_over_all"):
             order.reverse()
         for number in range(self.given // 10, len(self.SIZES)):
             start = sum(self.SIZES[:number])
@@ -66,7 +78,7 @@ class Litdatas(DataLoader):
     def load_state_dict(self, state: dict) -> None:
         self.current_epoch, self.given = state["current_epoch"], state["given"]
         self.worker_epoch, self.num_resumes = state["dataset"]["current_epoch"], state["num_resumes"] + 1
-        self.restore = 0 < self.given < N
+        self.restore = 0 < self.given < N or getattr(self.dataset, "_iterate_over_all", True) is False
 
 
 class Mosaics(DataLoader):
@@ -118,7 +130,9 @@ def life(make, dataset, begun=None, stop=None):
 
 
 @pytest.mark.parametrize(
-    ("make", "dataset"), [(Litdatas, Numbers), (Litdatas, Combined), (Mosaics, Numbers)], ids=["lit", "all", "mosaic"]
+    ("make", "dataset"),
+    [(Litdatas, Numbers), (Litdatas, Combined), (Litdatas, ByWeights), (Mosaics, Numbers)],
+    ids=["lit", "all", "weights", "mosaic"],
 )
 def test_two_resumes_at_any_batch_train_what_one_life_trains(make, dataset):
     """The same samples and random numbers, also behind the last batch of an epoch and between two epochs."""

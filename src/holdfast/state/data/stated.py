@@ -90,11 +90,11 @@ def rest_of(loader: Any, *, samples: int) -> Iterator[Any] | None:
     Returns:
         None if the loader cannot find the place: it begins the epoch anew when it is iterated.
     """
-    if _is_litdatas(loader) and not (loader.restore and not getattr(loader.dataset, "_iterate_over_all", False)):
+    if _is_litdatas(loader) and not (loader.restore and _resumes_right(loader)):
         # It takes a state of a whole epoch's samples for the begin of the next one, and counts each batch as full.
-        # Data sets that it combines until all have ended resume right once, and wrongly in every later life.
         loader.restore = False
-        if samples >= len(loader.dataset):
+        is_endless = getattr(loader.dataset, "_iterate_over_all", True) is False  # by weights: of no known length
+        if not is_endless and samples >= len(loader.dataset):
             return iter(())
         loader.current_epoch -= 1
         return None
@@ -116,6 +116,16 @@ def rest_of(loader: Any, *, samples: int) -> Iterator[Any] | None:
         if getattr(node, "_num_yielded", 0) and getattr(node, "_started", None) is False:
             node._started = True
     return rest
+
+
+def _resumes_right(loader: Any) -> bool:
+    """Tell whether litdata's loader finds its place in the middle of an epoch, in every life.
+
+    Data sets that it combines until all have ended are right in one life only; those that it combines by weights draw
+    other ones in workers, from generators that begin anew.
+    """
+    until_all_ended = getattr(loader.dataset, "_iterate_over_all", None)
+    return until_all_ended is None or not (until_all_ended or loader.num_workers)
 
 
 def end_epoch(loader: Any, state: Any) -> None:
