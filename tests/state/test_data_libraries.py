@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.seeding import generators_within
 
 EPOCHS, N = 3, 43
 
@@ -113,6 +115,18 @@ class Mosaics(DataLoader):
         self.resumed = state
 
 
+class Pool:
+    """As grain's: seeds its generators itself, in the threads that use them."""
+
+    __module__ = "grain._src.python.dataset.transformations.map"
+
+    def __init__(self) -> None:
+        self._generator_cache = [np.random.default_rng(1)]
+
+    def acquire_rng(self, index: int) -> np.random.Generator:
+        raise AssertionError("nobody asks")
+
+
 def life(make, dataset, begun=None, stop=None):
     """Train epochs in "another process" until a number of batches in all; return them and (epoch, position) then."""
     loader, (epoch, position), drawn = make(dataset()), begun or (0, None), []
@@ -186,3 +200,9 @@ def test_a_plain_loader_over_a_stream_that_counts_its_epochs_is_said(caplog):
     list(batches)
     list(ResumableBatches(DataLoader(InMemory(), 2), batches.state_dict(), seed=1, epoch=1))
     assert "InMemory counts its own passes, and has begun anew: 'next_epoch' is 0, was 1" in caplog.text
+
+
+def test_the_generators_of_grains_threads_are_left_alone():
+    """Seeding them here makes numbers of chance of what grain draws by the place of a sample."""
+    own = np.random.default_rng(2)
+    assert generators_within({"pool": Pool(), "own": own}) == [own]

@@ -115,7 +115,7 @@ def _held(owner: Any) -> list[Any]:
     if isinstance(owner, (list, tuple, dict)):
         values = owner.values() if isinstance(owner, dict) else owner
         return list(values) if len(owner) <= _MOST_OBJECTS else []
-    if isinstance(owner, (torch.nn.Module, type, ModuleType)):
+    if isinstance(owner, (torch.nn.Module, type, ModuleType)) or _is_grains_pool(owner):
         return []
     if isinstance(owner, partial):
         return [owner.func, *owner.args, *owner.keywords.values()]
@@ -130,6 +130,11 @@ def _held(owner: Any) -> list[Any]:
                 continue
         held += [*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()]
     return held
+
+
+def _is_grains_pool(owner: Any) -> bool:
+    """Tell whether grain (as of 0.2) seeds these generators itself, for each sample, and uses them in its threads."""
+    return type(owner).__module__.startswith("grain.") and hasattr(owner, "acquire_rng")
 
 
 def take_generator(generator: Any) -> Any:
