@@ -115,6 +115,24 @@ class Mosaics(DataLoader):
         self.resumed = state
 
 
+class Stage:
+    """A stage of a pipeline that counts its passes, as webdataset's ``detshuffle`` does."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+
+class Pipeline(IterableDataset):
+    """Shuffles with what its second stage counts."""
+
+    def __init__(self) -> None:
+        self.pipeline = [Stage(), Stage()]
+
+    def __iter__(self):
+        self.pipeline[1].epoch += 1
+        return iter(random.Random(self.pipeline[1].epoch).sample(range(N), N))
+
+
 class Pool:
     """As grain's: seeds its generators itself, in the threads that use them."""
 
@@ -200,6 +218,15 @@ def test_a_plain_loader_over_a_stream_that_counts_its_epochs_is_said(caplog):
     list(batches)
     list(ResumableBatches(DataLoader(InMemory(), 2), batches.state_dict(), seed=1, epoch=1))
     assert "InMemory counts its own passes, and has begun anew: 'next_epoch' is 0, was 1" in caplog.text
+
+
+def test_a_stage_of_a_pipeline_that_counts_its_passes_is_said_at_the_begin_of_an_epoch(caplog):
+    """There nothing is drawn again, and no batch is known that could be compared."""
+    batches = ResumableBatches(DataLoader(Pipeline(), 2), None, seed=1, epoch=0)
+    list(batches)
+    list(ResumableBatches(DataLoader(Pipeline(), 2), batches.state_dict(), seed=1, epoch=1))
+    assert "Pipeline counts its own passes, and has begun anew: 'Stage2.epoch' is -1, was 0." in caplog.text
+    assert "Stage1" not in caplog.text
 
 
 def test_the_generators_of_grains_threads_are_left_alone():

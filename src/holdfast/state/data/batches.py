@@ -16,9 +16,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ..tree.values import PerRank
 from .digest import indices_digest
 from .loaders import clone_of, is_map_loader, keeps_state
 from .order import MapOrder, split_of
-from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
+from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix, objects_within
 
 _logger = get_logger("data")
 _END = object()
@@ -747,9 +748,11 @@ class PassCounts:
     def __init__(self, owner: Any, *, given: Mapping[str, int] | None) -> None:
         self.owner, self._given = owner, dict(given or {})
         self._begun: dict[str, int] = {}
+        self._held: list[tuple[str, Any]] = []  # what the owner wraps, by name
 
     def begin(self) -> str:
         """Note the counts before a pass; return what differs from an uninterrupted run, "" if nothing does."""
+        self._held = [] if self.owner is None else list(self._named())
         self._begun = now = self._numbers()
         if not now or self._is_known():
             return ""
@@ -766,10 +769,19 @@ class PassCounts:
             name: (now if is_over else self._begun)[name] for name in sorted(counts | self._given.keys() & now.keys())
         }
 
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Yield (prefix of names, object) of what the owner wraps: the stages of a pipeline count for themselves."""
+        seen: Counter[str] = Counter()
+        for held in objects_within(self.owner):
+            if held is not self.owner and hasattr(held, "__dict__") and not isinstance(held, FunctionType):
+                seen[kind := type(held).__name__] += 1
+                yield f"{kind}{seen[kind]}.", held
+
     def _numbers(self) -> dict[str, int]:
-        held = dict(getattr(self.owner, "__dict__", {}))
-        held[_SHARED_COUNT] = getattr(self.owner, _SHARED_COUNT, None)
-        return {name: value for name, value in held.items() if type(value) is int}
+        found = {prefix + name: value for prefix, held in self._held for name, value in vars(held).items()}
+        found.update(getattr(self.owner, "__dict__", {}))
+        found[_SHARED_COUNT] = getattr(self.owner, _SHARED_COUNT, None)
+        return {name: value for name, value in found.items() if type(value) is int}
 
     def _is_known(self) -> bool:
         """Tell whether this process has seen a pass of it, and note that it does now."""

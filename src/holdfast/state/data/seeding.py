@@ -94,21 +94,25 @@ def generators_within(*owners: Any) -> list[Any]:
 
     Those of a device are not the data side's: workers cannot reach them.
     """
-    found: dict[int, Any] = {}
+    found = {id(held): held for held in objects_within(*owners) if isinstance(held, _KINDS)}
+    return [held for held in found.values() if not isinstance(held, torch.Generator) or held.device.type == "cpu"]
+
+
+def objects_within(*owners: Any) -> Iterator[Any]:
+    """Yield what a data set, or a ``collate_fn``, holds, as far as it may hold generators; itself first."""
     seen: set[int] = set()
     waiting = [(owner, 0) for owner in owners]
     while waiting and len(seen) < _MOST_OBJECTS:
         owner, depth = waiting.pop(0)
         if isinstance(owner, _KINDS):
-            if not isinstance(owner, torch.Generator) or owner.device.type == "cpu":
-                found[id(owner)] = owner
+            yield owner
         elif id(owner) not in seen and depth < _MOST_DEPTH:
             seen.add(id(owner))
+            yield owner
             kinds = (*_KINDS, list, tuple, dict, partial)
             waiting += [
                 (value, depth + 1) for value in _held(owner) if isinstance(value, kinds) or hasattr(value, "__dict__")
             ]
-    return list(found.values())
 
 
 def _held(owner: Any) -> list[Any]:
