@@ -30,7 +30,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import clone_of, is_map_loader, keeps_state
+from .loaders import clone_of, is_map_loader, keeps_state, ordered
 from .order import MapOrder, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix, objects_within
 
@@ -438,7 +438,7 @@ class ResumableBatches:
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             self._compare_passes()
-            with self._stream:
+            with self._stream, ordered(self._loader):
                 iterator = self._begin_count()
                 if self._batches:
                     self._leave_out(iterator, "has no state_dict")
@@ -616,7 +616,7 @@ class ResumableBatches:
             self._warn(
                 "every rank gets the same samples: give the loader a DistributedSampler to split them", once=True
             )
-        if self._order is not None and not getattr(self._loader, "in_order", True):
+        if not getattr(self._loader, "in_order", True):
             self._warn("in_order=False is not used: a position is a prefix of the order", once=True)
         if self.kind == "count" and getattr(self._loader, "persistent_workers", False):
             self._warn(

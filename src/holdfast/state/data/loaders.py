@@ -13,6 +13,7 @@ generator of their own.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -56,6 +57,20 @@ def unwrapped(loader: Any) -> tuple[Any, Callable[[Any], Any] | None]:
         return loader, None
     device, move = loader.device, sys.modules[type(loader).__module__].move_data_to_device
     return inner, None if device is None else lambda batch: move(batch, device)
+
+
+@contextlib.contextmanager
+def ordered(loader: Any) -> Iterator[None]:
+    """Let a loader make an iterator with ``in_order=True``: which worker is the first to give a batch is chance."""
+    options = getattr(loader, "__dict__", {})
+    if options.get("in_order", True):
+        yield
+        return
+    options["in_order"] = True  # torch forbids to set some attributes
+    try:
+        yield
+    finally:
+        options["in_order"] = False
 
 
 class IndexFeed:

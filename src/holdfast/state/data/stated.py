@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from .loaders import ordered
 from .seeding import SampleKey, SampleKeys, Stream, generators_of, index_id, mix, seeded_collate, seeded_dataset
 
 _MOST_DEPTH, _MOST_ITEMS = 4, 256
@@ -274,6 +275,7 @@ def repeatable(loader: Any, *, seed: int, seeded: bool = True) -> Iterator[None]
         yield
         return
     with contextlib.ExitStack() as undo:
+        undo.enter_context(ordered(loader))
         put = partial(_put, undo)
         put(loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
         if not isinstance(loader.dataset, IterableDataset):
@@ -299,6 +301,7 @@ def beginning(loader: Any, *, seed: int) -> Iterator[None]:
     torch draws it from its global generator, which by then has the state that it had behind the batches before.
     """
     with contextlib.ExitStack() as undo:
+        undo.enter_context(ordered(loader))
         is_torchs = isinstance(loader, DataLoader) and not _is_torchdatas(loader)
         if is_torchs and vars(loader).get("generator", loader) is None:  # those of Accelerate pass for torch's
             _put(undo, loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
