@@ -520,3 +520,14 @@ def test_workers_take_turns_whatever_the_loader_says(kind, caplog, monkeypatch):
     assert run(loader)[0] == [[0], [1]]
     assert loader.in_order is False
     assert [record for record in caplog.records if "in_order=False is not used" in record.message]
+
+
+@pytest.mark.parametrize(("workers", "stop", "says"), [(2, 3, True), (0, 3, False), (2, None, False)])
+def test_what_workers_draw_in_a_stream_is_said_to_be_in_no_state(workers, stop, says, caplog, monkeypatch):
+    """In an epoch that goes on, from a loader whose samples do; a new epoch has workers that are seeded for it."""
+    monkeypatch.setattr("holdfast.state.data.batches.said", set())
+    _, position = run(StatefulDataLoader(Counting(), batch_size=4, num_workers=workers), stop=stop)
+    run(StatefulDataLoader(Counting(), batch_size=4, num_workers=workers), position, epoch=int(stop is None), stop=1)
+    assert (
+        bool([record for record in caplog.records if "in a stream (a map, an augmentation)" in record.message]) is says
+    )

@@ -377,6 +377,13 @@ class ResumableBatches:
                     self._leave_out(iterator, "has a state that counts other batches than this run was given")
         if begun is not None and is_believed:
             self._check_taken(loader)
+        is_begun = self._batches or (ended is None and self._epoch and getattr(loader, "persistent_workers", False))
+        if is_begun and self._live is None and is_believed and stated.may_draw_in_workers(loader):
+            self._warn(
+                f"{type(loader).__name__}: the samples go on where they stopped. What its workers draw at random in a "
+                "stream (a map, an augmentation) is in no state, and is not what an uninterrupted run draws from here "
+                "on: draw such numbers in the training loop, or from a generator that the sample seeds", once=True,
+            )  # fmt: skip
         if self._seed_samples and begun is not None and begun["rng"] is not None:
             self._stream.load_state_dict(begun["rng"])
         self._live = loader

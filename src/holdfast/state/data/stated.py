@@ -437,17 +437,35 @@ def forget_start(loader: Any) -> None:
 
 def shuffle_buffer(loader: Any) -> int:
     """Return the size of the largest shuffle buffer of a loader's streams of `datasets` (3 to 5): no state holds it."""
-    largest, seen, waiting = 1, set(), [(stream, 0) for stream in _streams_within(loader)]
+    buffers = (step for step in _steps_within(loader) if "Buffer" in type(step).__name__)
+    sizes = (getattr(step, "buffer_size", None) for step in buffers)
+    largest = max((size for size in sizes if isinstance(size, int)), default=0)
+    return largest if largest > 1 else 0
+
+
+def may_draw_in_workers(loader: Any) -> bool:
+    """Tell whether workers run code of the user's over a stream: what that draws at random is in no state."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or not getattr(loader, "num_workers", 0):
+        return False
+    if not any(_is_of(package, dataset) for package in ("datasets.", "litdata.", "streaming.")):
+        return True
+    is_libraries = type(dataset).__module__.startswith(("datasets.", "litdata.", "streaming."))
+    has_steps = any(callable(getattr(step, "function", None)) for step in _steps_within(loader))
+    return not is_libraries or has_steps or bool(getattr(dataset, "transform", None))
+
+
+def _steps_within(loader: Any) -> Iterator[Any]:
+    """Yield the steps (maps, filters, shuffles) of a loader's streams of `datasets` (3 to 5)."""
+    seen, waiting = set(), [(stream, 0) for stream in _streams_within(loader)]
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
             waiting += [(item, depth) for item in (value.values() if isinstance(value, dict) else value)]
         elif id(value) not in seen and depth < _MOST_STEPS and type(value).__module__.startswith("datasets."):
             seen.add(id(value))
-            if "Buffer" in type(value).__name__ and isinstance(size := getattr(value, "buffer_size", None), int):
-                largest = max(largest, size)
+            yield value
             waiting += [(item, depth + 1) for item in getattr(value, "__dict__", {}).values()]
-    return largest if largest > 1 else 0
 
 
 def whole_state(loader: Any, state: Any, *, begun: Any) -> Any:
