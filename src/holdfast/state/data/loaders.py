@@ -14,6 +14,7 @@ generator of their own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import weakref
@@ -140,6 +141,9 @@ def clone_of(loader: DataLoader[Any], *, seeded: bool) -> Clone:
         generator=torch.Generator(),
         **options,
     )
+    if type(loader)._get_iterator is not DataLoader._get_iterator:  # torch_geometric makes its batches there
+        made, like = like, copy.copy(loader)
+        vars(like).update(vars(made))
     clone = Clone(like, feed, _plain_attributes(loader.dataset) if like.persistent_workers else None)
     if like.persistent_workers:
         _clones.setdefault(loader, {})[seeded] = clone
