@@ -163,6 +163,22 @@ def test_an_evaluation_by_batches_of_its_own_leaves_no_gradients(caplog: pytest.
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_steps_of_a_loop_within_the_body_of_another_are_said(is_nested: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A resume between two of them leaves out the rest of the outer batch; side by side, or in turn, all is well."""
+    state = kit.make_state()
+    with hf.Checkpointer(f"memory://nested-{is_nested}/run", state, every=None) as ck:
+        for _ in ck.epochs(2):
+            inner = iter(ck.batches(kit.loader(batch_size=1), name="inner"))
+            for batch in ck.batches(kit.loader()):
+                for _, _ in zip(range(1 + is_nested), inner, strict=False):
+                    ck.step(loss=kit.train_one(state, batch))
+            for batch in inner:
+                ck.step(loss=kit.train_one(state, batch))
+    assert len(caplog.messages) == is_nested
+    assert ("steps are made on one batch of 'inner' after another, and on one of 'train'" in caplog.text) is is_nested
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_drawn_and_not_trained_comes_again(workers: int) -> None:
     """Leaving the loop after drawing a batch (`if step >= n: break`) loses no sample: the last step counts."""

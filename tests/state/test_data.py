@@ -303,3 +303,39 @@ def test_workers_end_with_their_loader(stop):
         assert not worker.is_alive()
     finally:
         gc.enable()
+
+
+class Finishing(DataLoader):
+    """Makes its batches of what comes from its workers, as the loaders of torch_geometric do."""
+
+    def _get_iterator(self):
+        return Finished(super()._get_iterator(), self.finish)
+
+    def finish(self, batch: torch.Tensor) -> list[tuple[int, float]]:
+        return [(index, random.random()) for index in batch.tolist()]
+
+
+class Finished:
+    def __init__(self, inner, finish):
+        self.inner, self.finish = inner, finish
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return self.finish(next(self.inner))
+
+
+@pytest.mark.parametrize("options", WORKERS[:2])
+def test_a_loader_that_finishes_its_batches_in_its_own_iterator_does_so_here_too(options):
+    """What its iterator gives is what the script is given, and comes again after a resume."""
+
+    def make():
+        return Finishing(Ids(), 4, shuffle=True, **options)
+
+    whole, _ = run(make())
+    assert sorted(index for batch in whole for index, _ in batch) == list(range(N))
+    random.seed(1)
+    whole, _ = run(make())
+    random.seed(1)
+    assert lives(make) == whole

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.seeding import generators_within
 
 EPOCHS, N = 3, 43
 
@@ -29,6 +31,15 @@ class Combined(Numbers):
     _iterate_over_all = True
 
 
+class ByWeights(Numbers):
+    """Several that are combined by weights: without a length, and without the generators of its workers in a state."""
+
+    _iterate_over_all = False
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
 class Litdatas(DataLoader):
     """Counts each batch as full, and takes a state with all samples for the begin of the next epoch.
 
@@ -39,7 +50,7 @@ class Litdatas(DataLoader):
     __module__ = "litdata.streaming.dataloader"
 
     def __init__(self, dataset: IterableDataset) -> None:
-        super().__init__(dataset, batch_size=None)
+        super().__init__(dataset, batch_size=None, num_workers=2)  # that are never begun
         self.restore, self.current_epoch, self.given = False, 0, 0
         self.worker_epoch = 1  # of the data set in this process, whose workers count on in theirs
         self.num_resumes = 0
@@ -50,7 +61,10 @@ class Litdatas(DataLoader):
             self.current_epoch += 1
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as each of torch's iterators does
         order = random.Random(self.worker_epoch).sample(range(N), N)
-        if self.num_resumes > 1 and hasattr(self.dataset, "_iterate_over_all"):
+        by_weights = getattr(self.dataset, "_iterate_over_all", True) is False
+        if by_weights or (self.num_resumes > 1 and hasattr(self.dataset, "_iterate_over_all")):
+            order = random.Random(self.given if self.restore and by_weights else self.worker_epoch).sample(range(N), N)
+        if self.num_resumes > 1 and not by_weights and hasattr(self.dataset, "_iterate_over_all"):
             order.reverse()
         for number in range(self.given // 10, len(self.SIZES)):
             start = sum(self.SIZES[:number])
@@ -66,7 +80,7 @@ class Litdatas(DataLoader):
     def load_state_dict(self, state: dict) -> None:
         self.current_epoch, self.given = state["current_epoch"], state["given"]
         self.worker_epoch, self.num_resumes = state["dataset"]["current_epoch"], state["num_resumes"] + 1
-        self.restore = 0 < self.given < N
+        self.restore = 0 < self.given < N or getattr(self.dataset, "_iterate_over_all", True) is False
 
 
 class Mosaics(DataLoader):
@@ -101,6 +115,36 @@ class Mosaics(DataLoader):
         self.resumed = state
 
 
+class Stage:
+    """A stage of a pipeline that counts its passes, as webdataset's ``detshuffle`` does."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+
+class Pipeline(IterableDataset):
+    """Shuffles with what its second stage counts."""
+
+    def __init__(self) -> None:
+        self.pipeline = [Stage(), Stage()]
+
+    def __iter__(self):
+        self.pipeline[1].epoch += 1
+        return iter(random.Random(self.pipeline[1].epoch).sample(range(N), N))
+
+
+class Pool:
+    """As grain's: seeds its generators itself, in the threads that use them."""
+
+    __module__ = "grain._src.python.dataset.transformations.map"
+
+    def __init__(self) -> None:
+        self._generator_cache = [np.random.default_rng(1)]
+
+    def acquire_rng(self, index: int) -> np.random.Generator:
+        raise AssertionError("nobody asks")
+
+
 def life(make, dataset, begun=None, stop=None):
     """Train epochs in "another process" until a number of batches in all; return them and (epoch, position) then."""
     loader, (epoch, position), drawn = make(dataset()), begun or (0, None), []
@@ -118,7 +162,9 @@ def life(make, dataset, begun=None, stop=None):
 
 
 @pytest.mark.parametrize(
-    ("make", "dataset"), [(Litdatas, Numbers), (Litdatas, Combined), (Mosaics, Numbers)], ids=["lit", "all", "mosaic"]
+    ("make", "dataset"),
+    [(Litdatas, Numbers), (Litdatas, Combined), (Litdatas, ByWeights), (Mosaics, Numbers)],
+    ids=["lit", "all", "weights", "mosaic"],
 )
 def test_two_resumes_at_any_batch_train_what_one_life_trains(make, dataset):
     """The same samples and random numbers, also behind the last batch of an epoch and between two epochs."""
@@ -172,3 +218,18 @@ def test_a_plain_loader_over_a_stream_that_counts_its_epochs_is_said(caplog):
     list(batches)
     list(ResumableBatches(DataLoader(InMemory(), 2), batches.state_dict(), seed=1, epoch=1))
     assert "InMemory counts its own passes, and has begun anew: 'next_epoch' is 0, was 1" in caplog.text
+
+
+def test_a_stage_of_a_pipeline_that_counts_its_passes_is_said_at_the_begin_of_an_epoch(caplog):
+    """There nothing is drawn again, and no batch is known that could be compared."""
+    batches = ResumableBatches(DataLoader(Pipeline(), 2), None, seed=1, epoch=0)
+    list(batches)
+    list(ResumableBatches(DataLoader(Pipeline(), 2), batches.state_dict(), seed=1, epoch=1))
+    assert "Pipeline counts its own passes, and has begun anew: 'Stage2.epoch' is -1, was 0." in caplog.text
+    assert "Stage1" not in caplog.text
+
+
+def test_the_generators_of_grains_threads_are_left_alone():
+    """Seeding them here makes numbers of chance of what grain draws by the place of a sample."""
+    own = np.random.default_rng(2)
+    assert generators_within({"pool": Pool(), "own": own}) == [own]

@@ -492,3 +492,42 @@ def test_a_stream_that_does_not_count_is_not_accused(caplog):
     _, position = lived(data, position, 1)
     lived(Healthy(), position, 2)
     assert "counts its own passes" not in caplog.text
+
+
+class OneWaits(IterableDataset):
+    """The first worker gives nothing before the second one has given something."""
+
+    def __init__(self):
+        self.has_given = torch.multiprocessing.get_context("fork").Event()
+
+    def __iter__(self):
+        if torch.utils.data.get_worker_info().id == 0:
+            assert self.has_given.wait(60)
+            yield 0
+        else:
+            yield 1
+            self.has_given.set()  # asked for the second one, behind the first
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_workers_take_turns_whatever_the_loader_says(kind, caplog, monkeypatch):
+    """With in_order=False time decides what is given first: states, and replays by count, would not fit."""
+    monkeypatch.setattr("holdfast.state.data.batches.said", set())
+    loader = kind(OneWaits(), batch_size=1, collate_fn=as_list, num_workers=2, in_order=False)
+    assert run(loader)[0] == [[0], [1]]
+    assert loader.in_order is False
+    assert [record for record in caplog.records if "in_order=False is not used" in record.message]
+
+
+@pytest.mark.parametrize(("workers", "stop", "says"), [(2, 3, True), (0, 3, False), (2, None, False)])
+def test_what_workers_draw_in_a_stream_is_said_to_be_in_no_state(workers, stop, says, caplog, monkeypatch):
+    """In an epoch that goes on, from a loader whose samples do; a new epoch has workers that are seeded for it."""
+    monkeypatch.setattr("holdfast.state.data.batches.said", set())
+    _, position = run(StatefulDataLoader(Counting(), batch_size=4, num_workers=workers), stop=stop)
+    run(StatefulDataLoader(Counting(), batch_size=4, num_workers=workers), position, epoch=int(stop is None), stop=1)
+    assert (
+        bool([record for record in caplog.records if "in a stream (a map, an augmentation)" in record.message]) is says
+    )

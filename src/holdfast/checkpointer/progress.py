@@ -132,6 +132,7 @@ class Progress:
         self._steps_an_epoch = 0  # of the last epoch that made steps without batches; 0: none was seen to its end
         self.begun_after = -1
         self._late_steps = 0  # of this pass, after its last batch
+        self._drawn_last = "", 0  # the loader that gave the last batch, and the step after which it did
         self.home: Mapping[Any, Any] = {}
         self.given: frozenset[Any] = frozenset()
         self._added_before: list[str] = []
@@ -423,6 +424,9 @@ class Progress:
         """
         one = self._passes[name]
         self.ledger.given(loader, name, one.batches, batch, index=one.drawn, step=self.step)
+        if len(self._passes) > 1 and self._drawn_last[0] == name and self._drawn_last[1] < self.step:
+            self._say_kept_batch(name)
+        self._drawn_last = name, self.step
         self._index = one.drawn
         one.drawn += 1
         self.num_drawn += 1
@@ -621,6 +625,16 @@ class Progress:
                 f"one. Unless the loop leaves batches out, {found} are drawn ahead, and a resume would {what} trained: "
                 f"pass ahead={found}"
             )
+
+    def _say_kept_batch(self, name: str) -> None:
+        """Say that another loader's batch, which was trained with the step before, may be in hand for one more step."""
+        for other, one in self._passes.items():
+            if other != name and one.drawn > one.draws[0] and one.is_trained and not (one.batches.done or one.was_left):
+                self._remind(
+                    f"steps are made on one batch of {name!r} after another, and on one of {other!r}: a resume between "
+                    f"them goes on with the next one of each. If the loop over {name!r} stands in the body of that "
+                    f"over {other!r}, call ck.step() once for each batch of {other!r}, behind the inner loop"
+                )
 
     def _remind_of_epochs(self) -> None:
         if not self.counted_by_user:

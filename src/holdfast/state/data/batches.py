@@ -16,9 +16,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import clone_of, is_map_loader, keeps_state
+from .loaders import clone_of, is_map_loader, keeps_state, ordered
 from .order import MapOrder, split_of
-from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix
+from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix, objects_within
 
 _logger = get_logger("data")
 _END = object()
@@ -376,6 +377,13 @@ class ResumableBatches:
                     self._leave_out(iterator, "has a state that counts other batches than this run was given")
         if begun is not None and is_believed:
             self._check_taken(loader)
+        is_begun = self._batches or (ended is None and self._epoch and getattr(loader, "persistent_workers", False))
+        if is_begun and self._live is None and is_believed and stated.may_draw_in_workers(loader):
+            self._warn(
+                f"{type(loader).__name__}: the samples go on where they stopped. What its workers draw at random in a "
+                "stream (a map, an augmentation) is in no state, and is not what an uninterrupted run draws from here "
+                "on: draw such numbers in the training loop, or from a generator that the sample seeds", once=True,
+            )  # fmt: skip
         if self._seed_samples and begun is not None and begun["rng"] is not None:
             self._stream.load_state_dict(begun["rng"])
         self._live = loader
@@ -437,7 +445,7 @@ class ResumableBatches:
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             self._compare_passes()
-            with self._stream:
+            with self._stream, ordered(self._loader):
                 iterator = self._begin_count()
                 if self._batches:
                     self._leave_out(iterator, "has no state_dict")
@@ -615,7 +623,7 @@ class ResumableBatches:
             self._warn(
                 "every rank gets the same samples: give the loader a DistributedSampler to split them", once=True
             )
-        if self._order is not None and not getattr(self._loader, "in_order", True):
+        if not getattr(self._loader, "in_order", True):
             self._warn("in_order=False is not used: a position is a prefix of the order", once=True)
         if self.kind == "count" and getattr(self._loader, "persistent_workers", False):
             self._warn(
@@ -747,9 +755,11 @@ class PassCounts:
     def __init__(self, owner: Any, *, given: Mapping[str, int] | None) -> None:
         self.owner, self._given = owner, dict(given or {})
         self._begun: dict[str, int] = {}
+        self._held: list[tuple[str, Any]] = []  # what the owner wraps, by name
 
     def begin(self) -> str:
         """Note the counts before a pass; return what differs from an uninterrupted run, "" if nothing does."""
+        self._held = [] if self.owner is None else list(self._named())
         self._begun = now = self._numbers()
         if not now or self._is_known():
             return ""
@@ -766,10 +776,19 @@ class PassCounts:
             name: (now if is_over else self._begun)[name] for name in sorted(counts | self._given.keys() & now.keys())
         }
 
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Yield (prefix of names, object) of what the owner wraps: the stages of a pipeline count for themselves."""
+        seen: Counter[str] = Counter()
+        for held in objects_within(self.owner):
+            if held is not self.owner and hasattr(held, "__dict__") and not isinstance(held, FunctionType):
+                seen[kind := type(held).__name__] += 1
+                yield f"{kind}{seen[kind]}.", held
+
     def _numbers(self) -> dict[str, int]:
-        held = dict(getattr(self.owner, "__dict__", {}))
-        held[_SHARED_COUNT] = getattr(self.owner, _SHARED_COUNT, None)
-        return {name: value for name, value in held.items() if type(value) is int}
+        found = {prefix + name: value for prefix, held in self._held for name, value in vars(held).items()}
+        found.update(getattr(self.owner, "__dict__", {}))
+        found[_SHARED_COUNT] = getattr(self.owner, _SHARED_COUNT, None)
+        return {name: value for name, value in found.items() if type(value) is int}
 
     def _is_known(self) -> bool:
         """Tell whether this process has seen a pass of it, and note that it does now."""

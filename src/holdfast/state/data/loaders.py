@@ -13,6 +13,8 @@ generator of their own.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 import threading
 import weakref
@@ -56,6 +58,20 @@ def unwrapped(loader: Any) -> tuple[Any, Callable[[Any], Any] | None]:
         return loader, None
     device, move = loader.device, sys.modules[type(loader).__module__].move_data_to_device
     return inner, None if device is None else lambda batch: move(batch, device)
+
+
+@contextlib.contextmanager
+def ordered(loader: Any) -> Iterator[None]:
+    """Let a loader make an iterator with ``in_order=True``: which worker is the first to give a batch is chance."""
+    options = getattr(loader, "__dict__", {})
+    if options.get("in_order", True):
+        yield
+        return
+    options["in_order"] = True  # torch forbids to set some attributes
+    try:
+        yield
+    finally:
+        options["in_order"] = False
 
 
 class IndexFeed:
@@ -125,6 +141,9 @@ def clone_of(loader: DataLoader[Any], *, seeded: bool) -> Clone:
         generator=torch.Generator(),
         **options,
     )
+    if type(loader)._get_iterator is not DataLoader._get_iterator:  # torch_geometric makes its batches there
+        made, like = like, copy.copy(loader)
+        vars(like).update(vars(made))
     clone = Clone(like, feed, _plain_attributes(loader.dataset) if like.persistent_workers else None)
     if like.persistent_workers:
         _clones.setdefault(loader, {})[seeded] = clone

@@ -94,28 +94,32 @@ def generators_within(*owners: Any) -> list[Any]:
 
     Those of a device are not the data side's: workers cannot reach them.
     """
-    found: dict[int, Any] = {}
+    found = {id(held): held for held in objects_within(*owners) if isinstance(held, _KINDS)}
+    return [held for held in found.values() if not isinstance(held, torch.Generator) or held.device.type == "cpu"]
+
+
+def objects_within(*owners: Any) -> Iterator[Any]:
+    """Yield what a data set, or a ``collate_fn``, holds, as far as it may hold generators; itself first."""
     seen: set[int] = set()
     waiting = [(owner, 0) for owner in owners]
     while waiting and len(seen) < _MOST_OBJECTS:
         owner, depth = waiting.pop(0)
         if isinstance(owner, _KINDS):
-            if not isinstance(owner, torch.Generator) or owner.device.type == "cpu":
-                found[id(owner)] = owner
+            yield owner
         elif id(owner) not in seen and depth < _MOST_DEPTH:
             seen.add(id(owner))
+            yield owner
             kinds = (*_KINDS, list, tuple, dict, partial)
             waiting += [
                 (value, depth + 1) for value in _held(owner) if isinstance(value, kinds) or hasattr(value, "__dict__")
             ]
-    return list(found.values())
 
 
 def _held(owner: Any) -> list[Any]:
     if isinstance(owner, (list, tuple, dict)):
         values = owner.values() if isinstance(owner, dict) else owner
         return list(values) if len(owner) <= _MOST_OBJECTS else []
-    if isinstance(owner, (torch.nn.Module, type, ModuleType)):
+    if isinstance(owner, (torch.nn.Module, type, ModuleType)) or _is_grains_pool(owner):
         return []
     if isinstance(owner, partial):
         return [owner.func, *owner.args, *owner.keywords.values()]
@@ -130,6 +134,11 @@ def _held(owner: Any) -> list[Any]:
                 continue
         held += [*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()]
     return held
+
+
+def _is_grains_pool(owner: Any) -> bool:
+    """Tell whether grain (as of 0.2) seeds these generators itself, for each sample, and uses them in its threads."""
+    return type(owner).__module__.startswith("grain.") and hasattr(owner, "acquire_rng")
 
 
 def take_generator(generator: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from .loaders import ordered
 from .seeding import SampleKey, SampleKeys, Stream, generators_of, index_id, mix, seeded_collate, seeded_dataset
 
 _MOST_DEPTH, _MOST_ITEMS = 4, 256
@@ -90,11 +91,11 @@ def rest_of(loader: Any, *, samples: int) -> Iterator[Any] | None:
     Returns:
         None if the loader cannot find the place: it begins the epoch anew when it is iterated.
     """
-    if _is_litdatas(loader) and not (loader.restore and not getattr(loader.dataset, "_iterate_over_all", False)):
+    if _is_litdatas(loader) and not (loader.restore and _resumes_right(loader)):
         # It takes a state of a whole epoch's samples for the begin of the next one, and counts each batch as full.
-        # Data sets that it combines until all have ended resume right once, and wrongly in every later life.
         loader.restore = False
-        if samples >= len(loader.dataset):
+        is_endless = getattr(loader.dataset, "_iterate_over_all", True) is False  # by weights: of no known length
+        if not is_endless and samples >= len(loader.dataset):
             return iter(())
         loader.current_epoch -= 1
         return None
@@ -116,6 +117,16 @@ def rest_of(loader: Any, *, samples: int) -> Iterator[Any] | None:
         if getattr(node, "_num_yielded", 0) and getattr(node, "_started", None) is False:
             node._started = True
     return rest
+
+
+def _resumes_right(loader: Any) -> bool:
+    """Tell whether litdata's loader finds its place in the middle of an epoch, in every life.
+
+    Data sets that it combines until all have ended are right in one life only; those that it combines by weights draw
+    other ones in workers, from generators that begin anew.
+    """
+    until_all_ended = getattr(loader.dataset, "_iterate_over_all", None)
+    return until_all_ended is None or not (until_all_ended or loader.num_workers)
 
 
 def end_epoch(loader: Any, state: Any) -> None:
@@ -264,6 +275,7 @@ def repeatable(loader: Any, *, seed: int, seeded: bool = True) -> Iterator[None]
         yield
         return
     with contextlib.ExitStack() as undo:
+        undo.enter_context(ordered(loader))
         put = partial(_put, undo)
         put(loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
         if not isinstance(loader.dataset, IterableDataset):
@@ -289,6 +301,7 @@ def beginning(loader: Any, *, seed: int) -> Iterator[None]:
     torch draws it from its global generator, which by then has the state that it had behind the batches before.
     """
     with contextlib.ExitStack() as undo:
+        undo.enter_context(ordered(loader))
         is_torchs = isinstance(loader, DataLoader) and not _is_torchdatas(loader)
         if is_torchs and vars(loader).get("generator", loader) is None:  # those of Accelerate pass for torch's
             _put(undo, loader, "generator", torch.Generator().manual_seed(seed & ((1 << 63) - 1)))
@@ -424,17 +437,35 @@ def forget_start(loader: Any) -> None:
 
 def shuffle_buffer(loader: Any) -> int:
     """Return the size of the largest shuffle buffer of a loader's streams of `datasets` (3 to 5): no state holds it."""
-    largest, seen, waiting = 1, set(), [(stream, 0) for stream in _streams_within(loader)]
+    buffers = (step for step in _steps_within(loader) if "Buffer" in type(step).__name__)
+    sizes = (getattr(step, "buffer_size", None) for step in buffers)
+    largest = max((size for size in sizes if isinstance(size, int)), default=0)
+    return largest if largest > 1 else 0
+
+
+def may_draw_in_workers(loader: Any) -> bool:
+    """Tell whether workers run code of the user's over a stream: what that draws at random is in no state."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or not getattr(loader, "num_workers", 0):
+        return False
+    if not any(_is_of(package, dataset) for package in ("datasets.", "litdata.", "streaming.")):
+        return True
+    is_libraries = type(dataset).__module__.startswith(("datasets.", "litdata.", "streaming."))
+    has_steps = any(callable(getattr(step, "function", None)) for step in _steps_within(loader))
+    return not is_libraries or has_steps or bool(getattr(dataset, "transform", None))
+
+
+def _steps_within(loader: Any) -> Iterator[Any]:
+    """Yield the steps (maps, filters, shuffles) of a loader's streams of `datasets` (3 to 5)."""
+    seen, waiting = set(), [(stream, 0) for stream in _streams_within(loader)]
     while waiting:
         value, depth = waiting.pop()
         if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
             waiting += [(item, depth) for item in (value.values() if isinstance(value, dict) else value)]
         elif id(value) not in seen and depth < _MOST_STEPS and type(value).__module__.startswith("datasets."):
             seen.add(id(value))
-            if "Buffer" in type(value).__name__ and isinstance(size := getattr(value, "buffer_size", None), int):
-                largest = max(largest, size)
+            yield value
             waiting += [(item, depth + 1) for item in getattr(value, "__dict__", {}).values()]
-    return largest if largest > 1 else 0
 
 
 def whole_state(loader: Any, state: Any, *, begun: Any) -> Any:
