@@ -18,7 +18,6 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
-from holdfast._ranks import current_ranks
 from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
@@ -31,7 +30,7 @@ from holdfast.writer.messages import BlobPlan, SaveJob
 
 from ..accelerator import any_on_device
 from ..tree.flatten import Flat, flatten
-from ..tree.objects import Modules, has_objects, parameter_names
+from ..tree.objects import has_objects
 from .arenas import SMALL_COPY, Arenas
 from .plan import MIN_WINDOW, Layout, fits, plan, signature
 from .staging import StateCopy, sampled, stage
@@ -41,15 +40,12 @@ if TYPE_CHECKING:
     from holdfast.model_files import ModelFiles
 
     from .device_copies import DeviceCopies
-    from .windows import AsideCopy
 
 __all__ = ["Snapshotter"]
 
 _LOG = get_logger("state")
 _FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
 _FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
-_SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
-_MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
 _RELEASE_S = 0.2  # that a snapshot waits for its arena
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
@@ -331,7 +327,12 @@ class Snapshotter:
             arena = self._arenas.only(layout)
         future: Future[Any]
         if aside:
-            future = self._put_aside(flat, layout, client, hand_over)
+            from .windows import send_aside  # as in `_send_windows`
+
+            future = send_aside(
+                layout, flat.tensors, client, hand_over, nbytes=_ASIDE, timeout_s=self.timeout_s,
+                begun=partial(setattr, self, "_streaming"), ready=partial(self._arenas.make_ready, layout, client),
+            )  # fmt: skip
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
         elif arena is None:
@@ -412,54 +413,6 @@ class Snapshotter:
             return submit(None)
         client.fill(begun[0], arena.size)  # sealed
         return begun[0]
-
-    def _put_aside(
-        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], PendingCall]
-    ) -> PendingCall:
-        """Copy the state into private memory while a thread already sends it through a small arena."""
-        from .windows import AsideCopy
-
-        copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)  # before the job is submitted: that waits for its windows
-        window: Arena | None = None
-        thread: threading.Thread | None = None
-        try:
-            window = Arena.create(_ASIDE)
-            save = submit(window)
-            # Not a daemon: at exit the interpreter waits for it, so the save is sent to its end.
-            thread = threading.Thread(
-                target=self._send, args=(layout, client, save, copy, window), name="holdfast-first-save"
-            )
-            try:
-                thread.start()
-            except BaseException:
-                client.abandon(save)
-                raise
-            self._streaming = thread
-            copy.copy()
-        except BaseException:
-            copy.give_up()
-            if thread is None or thread.ident is None:  # else the thread closes them
-                copy.close()
-                if window is not None:
-                    window.close()
-            raise
-        return save
-
-    def _send(self, layout: Layout, client: WriterClient, save: PendingCall, copy: AsideCopy, window: Arena) -> None:
-        try:
-            from .windows import WindowStream
-
-            WindowStream(layout, client, window, self.timeout_s).send(save, copy.fill, again=False)
-        except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
-            _LOG.debug("the first save was not sent: %s", error)
-            return
-        finally:
-            copy.close()
-            window.close()
-        try:  # for the next save
-            self._arenas.make_ready(layout, client)
-        except HoldfastError as error:
-            _LOG.debug("the arena could not be made ready: %s", error)
 
     def _end_streaming(self) -> None:
         """Wait until the thread of a first save is done; the owner of its future waits for its save."""
@@ -584,43 +537,14 @@ class Snapshotter:
         if self._looked or self.arena is not None or layout.arena_bytes < SMALL_COPY or self._windowed(layout):
             return
         self._looked = True
-        from holdfast.writer.free_memory import free_memory  # not above: small states do not ask
+        from .windows import look_for_memory  # not above: small states do not ask
 
-        free = free_memory()
-        if free is None:
-            return
-        room = max(0, free.bytes - _SPARE) // current_ranks().local_world_size - _gradient_bytes(state) - reserve
-        before, self.shortage = self.shortage, None
-        if layout.arena_bytes <= room:
-            if self.rescues and 2 * layout.arena_bytes > room:
-                self.rescues = False
-                self.shortage = (
-                    "memory is short for rescue=: two copies of the state take "
-                    f"{format_bytes(2 * layout.arena_bytes)}, and {format_bytes(max(0, room))} can be had for them. "
-                    "No snapshots are kept between saves"
-                )
-                if says:
-                    _LOG.warning("%s", self.shortage)
-            return
-        self.rescues = False
-        fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
-        self._bound = min(self._bound, fitting)
-        self.shortage = (
-            f"memory is short: a copy of the state takes {format_bytes(layout.arena_bytes)}, and of the "
-            f"{format_bytes(max(0, free.bytes))} that are free ({free.bound}) {format_bytes(max(0, room))} can be had "
-            f"for it. Saves go through {format_bytes(fitting)} instead (as with max_staging_bytes), and hold "
-            "training until the whole state is written"
-        )
-        if says and before is None:
-            _LOG.warning("%s", self.shortage)
+        room = look_for_memory(state, layout.arena_bytes, rescues=self.rescues, reserve=reserve)
+        before, self.shortage = self.shortage, room.shortage
+        if room.shortage is not None:
+            self.rescues, self._bound = False, min(self._bound, room.bound)
+            if says and before is None:
+                _LOG.warning("%s", room.shortage)
 
     def _windowed(self, layout: Layout) -> bool:
         return layout.arena_bytes > self._bound
-
-
-def _gradient_bytes(state: Mapping[Any, Any]) -> int:
-    """Return what the gradients will take in memory that are not there (yet, or since they were set to None)."""
-    modules: Modules = {}
-    parameter_names(state, modules)
-    params = {id(param): param for module, _ in modules.values() for param in module.parameters()}
-    return sum(param.nbytes for param in params.values() if param.is_cpu and param.requires_grad and param.grad is None)

@@ -6,18 +6,25 @@ such arena: send the state window by window through a small arena (as fast as th
 memory (as fast as the system makes fresh pages; 0.5 to 2 GiB/s were seen). So a thread sends windows from the front,
 straight from the live tensors, while the caller copies windows from the back. When they meet, training goes on, and the
 thread sends the copied windows.
+
+Whether a copy of the state fits into memory at all says `look_for_memory`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
 
 import torch
 
+from holdfast._log import get_logger
+from holdfast._ranks import current_ranks
+from holdfast._units import format_bytes
 from holdfast.errors import DroppedSaveError, HoldfastError
 from holdfast.storage.together import SerialExecutor, wait_out
 from holdfast.writer.arena import Arena
@@ -25,10 +32,15 @@ from holdfast.writer.client import WriterClient
 from holdfast.writer.conversation import PendingCall, WindowsLostError
 
 from ..tree.arrays import move
+from ..tree.objects import Modules, parameter_names
 from .plan import MIN_WINDOW, FileLayout, Layout
 
-__all__ = ["AsideCopy", "WindowStream", "copy_window"]
+__all__ = ["AsideCopy", "Room", "WindowStream", "copy_window", "look_for_memory", "send_aside"]
 
+_LOG = get_logger("state")
+
+_SPARE = 128 << 20  # left to the writer, and to what the process takes between two looks
+_MOST_WINDOWS = 256 << 20  # larger ones hold training no shorter
 _ANSWER_S = 1.0  # between the answer to a window and the end of its save
 Fill = Callable[[FileLayout, int, int, int], None]
 """Puts bytes of a file at an address: called with the file, the first byte in it, their number, and the address."""
@@ -253,3 +265,114 @@ class AsideCopy:
             self._changed.wait_for(lambda: self._done)
         self._helper.close()
         self._memory.close()
+
+
+def send_aside(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    client: WriterClient,
+    submit: Callable[[Arena], PendingCall],
+    *,
+    nbytes: int,
+    timeout_s: float | None,
+    begun: Callable[[threading.Thread], None],
+    ready: Callable[[], None],
+) -> PendingCall:
+    """Copy a state into private memory while a thread already sends it through a small arena.
+
+    Args:
+        layout: the files.
+        tensors: those of the state, which may change when this returns.
+        client: the writer.
+        submit: hands the save over, given its arena.
+        nbytes: of that arena.
+        timeout_s: bound of the wait for one window; None waits as long as it takes.
+        begun: called with the thread that sends the save.
+        ready: called by the thread when all is sent: gets things ready for the next save.
+    """
+    copy = AsideCopy(layout, tensors, nbytes // 2)  # before the job is submitted: that waits for its windows
+    window: Arena | None = None
+    thread: threading.Thread | None = None
+
+    def send(save: PendingCall, window: Arena) -> None:
+        try:
+            WindowStream(layout, client, window, timeout_s).send(save, copy.fill, again=False)
+        except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
+            _LOG.debug("the first save was not sent: %s", error)
+            return
+        finally:
+            copy.close()
+            window.close()
+        try:
+            ready()
+        except HoldfastError as error:
+            _LOG.debug("the arena could not be made ready: %s", error)
+
+    try:
+        window = Arena.create(nbytes)
+        save = submit(window)
+        # Not a daemon: at exit the interpreter waits for it, so the save is sent to its end.
+        thread = threading.Thread(target=send, args=(save, window), name="holdfast-first-save")
+        try:
+            thread.start()
+        except BaseException:
+            client.abandon(save)
+            raise
+        begun(thread)
+        copy.copy()
+    except BaseException:
+        copy.give_up()
+        if thread is None or thread.ident is None:  # else the thread closes them
+            copy.close()
+            if window is not None:
+                window.close()
+        raise
+    return save
+
+
+class Room(NamedTuple):
+    """What memory a copy of a state can have: ``bound`` bytes, and what that costs; None if it costs nothing."""
+
+    bound: float = math.inf
+    shortage: str | None = None
+
+
+def look_for_memory(state: Mapping[Any, Any], nbytes: int, *, rescues: bool, reserve: int) -> Room:
+    """Decide whether a copy fits into memory, and a second one where snapshots are kept.
+
+    Args:
+        state: what is copied.
+        nbytes: of a copy.
+        rescues: two copies are kept.
+        reserve: bytes that training itself has yet to take, without gradients.
+    """
+    from holdfast.writer.free_memory import free_memory
+
+    free = free_memory()
+    if free is None:
+        return Room()
+    room = max(0, free.bytes - _SPARE) // current_ranks().local_world_size - _gradient_bytes(state) - reserve
+    there = format_bytes(max(0, room))
+    if nbytes <= room < 2 * nbytes and rescues:
+        return Room(
+            shortage=f"memory is short for rescue=: two copies of the state take {format_bytes(2 * nbytes)}, and "
+            f"{there} can be had for them. No snapshots are kept between saves"
+        )
+    if nbytes <= room:
+        return Room()
+    fitting = max(2 * MIN_WINDOW, min(room // 2, _MOST_WINDOWS) // (2 * MIN_WINDOW) * (2 * MIN_WINDOW))
+    return Room(
+        fitting,
+        f"memory is short: a copy of the state takes {format_bytes(nbytes)}, and of the "
+        f"{format_bytes(max(0, free.bytes))} that are free ({free.bound}) {there} can be had for it. Saves go through "
+        f"{format_bytes(fitting)} instead (as with max_staging_bytes), and hold training until the whole state is "
+        "written",
+    )
+
+
+def _gradient_bytes(state: Mapping[Any, Any]) -> int:
+    """Return what the gradients will take in memory that are not there (yet, or since they were set to None)."""
+    modules: Modules = {}
+    parameter_names(state, modules)
+    params = {id(param): param for module, _ in modules.values() for param in module.parameters()}
+    return sum(param.nbytes for param in params.values() if param.is_cpu and param.requires_grad and param.grad is None)
