@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
-from holdfast.frameworks.lightning_io import Saves
+from holdfast.frameworks.lightning_plugins import Saves
 from holdfast.trainers.loop.arguments import several
 
 PLUGIN = ROOT / "examples" / "plugin"

@@ -20,8 +20,8 @@ Two situations, one module for each:
       keeper.add(directory, step=100, metrics={"loss": 0.3})         # returns at once; the framework may delete it
       keeper.wait()                                                  # at the end of training
 
-A framework that hands over dictionaries by path, and chooses itself which to remove, gets `lightning_io.Saves`; one
-whose classes exist twice gets `holdfast._optional.Grafted`. `reporting.scalars` picks the metrics out of what a
+A framework that hands over dictionaries by path, and chooses itself which to remove, gets `lightning_plugins.Saves`;
+one whose classes exist twice gets `holdfast._optional.Grafted`. `reporting.scalars` picks the metrics out of what a
 framework logs. Everything here works on any rank, and without a process group if there is one process; nothing imports
 a framework, and nothing imports the modules above.
 """

@@ -25,7 +25,7 @@ from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_
 from holdfast.state.tree import rng
 from holdfast.trainers.torch_helpers import PreparedLoader
 
-from .lightning_io import HoldfastCheckpointIO
+from .lightning_plugins import HoldfastCheckpointIO
 
 _LOG = get_logger("frameworks")
 _PACKAGES = ("lightning.", "pytorch_lightning.")

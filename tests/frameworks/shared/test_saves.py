@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError, StorageFullError, StorageUnavailableError, UnsupportedStateError
-from holdfast.frameworks.lightning_io import Saves
+from holdfast.frameworks.lightning_plugins import Saves
 from holdfast.storage import MemoryStorage
 from holdfast.testing import FaultyStorage
 
@@ -128,7 +128,7 @@ import sys
 from datetime import datetime, timedelta
 import torch
 from holdfast.checkpointer import pending_saves
-from holdfast.frameworks.lightning_io import Saves
+from holdfast.frameworks.lightning_plugins import Saves
 
 folder, resumes, *rest = sys.argv[1:]
 

@@ -1,6 +1,8 @@
-"""Lightning: `HoldfastCheckpointIO`, the plugin through which a plain `Trainer` saves and loads its checkpoints.
+"""Lightning: what a `Trainer` is given beside callbacks: where it saves, and who its processes are.
 
-On `Saves`: dictionaries that a framework saves, loads and removes by path, in the background.
+`HoldfastCheckpointIO` is the plugin through which a plain `Trainer` saves and loads its checkpoints. On `Saves`:
+dictionaries that a framework saves, loads and removes by path, in the background. Strategies and the environment tell
+Lightning of the workers of the function trainer.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from holdfast.format.names import save_id_of
 from holdfast.model_files import Content, ModelFiles, maker_of
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
+from holdfast.trainers.function.worker.session import get_context
+from holdfast.trainers.torch_helpers import get_device
 
 from .keepers import newest_sound
 from .reporting import drop_link, followed, is_marker, mark, move_aside, same_as_parent, scalars, unmark
@@ -487,3 +491,101 @@ def _monitored(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any]:
     callbacks = checkpoint.get("callbacks", {}).values()
     states = [state for state in callbacks if isinstance(state, Mapping) and "monitor" in state]
     return scalars(*({state["monitor"]: state.get("best_k_models", {}).get(os.fspath(path))} for state in states))
+
+
+class _Strategy(Grafted):
+    """The workers' ranks and devices; for the first of Lightning's names that is imported."""
+
+    EXTRA = "lightning"
+    ALONE = True
+
+    @property
+    def root_device(self) -> Any:
+        """The device of this worker."""
+        return get_device()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which part of the data this worker has."""
+        context = get_context()
+        return {"num_replicas": context.get_world_size(), "rank": context.get_world_rank()}
+
+
+class RayDDPStrategy(_Strategy):
+    """`DDPStrategy` of Lightning over the workers of the function trainer; takes its arguments."""
+
+    BASES = ("lightning.pytorch.strategies:DDPStrategy", "pytorch_lightning.strategies:DDPStrategy")
+
+
+class RayFSDPStrategy(_Strategy):
+    """`FSDPStrategy` of Lightning over the workers of the function trainer; takes its arguments."""
+
+    BASES = ("lightning.pytorch.strategies:FSDPStrategy", "pytorch_lightning.strategies:FSDPStrategy")
+
+
+class RayDeepSpeedStrategy(_Strategy):
+    """`DeepSpeedStrategy` of Lightning over the workers of the function trainer; takes its arguments."""
+
+    BASES = ("lightning.pytorch.strategies:DeepSpeedStrategy", "pytorch_lightning.strategies:DeepSpeedStrategy")
+
+
+class RayLightningEnvironment(Grafted):
+    """Tells Lightning who this worker is; processes are started by the function trainer.
+
+    Lightning counts its processes by ``devices`` and ``num_nodes``. This takes ranks, device and world size from
+    `holdfast.get_context` instead, so that ``devices="auto"`` is right on every worker.
+    """
+
+    BASES = (
+        "lightning.pytorch.plugins.environments:LightningEnvironment",
+        "pytorch_lightning.plugins.environments:LightningEnvironment",
+    )
+    EXTRA = "lightning"
+    ALONE = True
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Lightning is to start none."""
+        return True
+
+    def world_size(self) -> int:
+        """Return the number of workers."""
+        return get_context().get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """Take no notice of what Lightning counts."""
+
+    def global_rank(self) -> int:
+        """Return the rank among all workers."""
+        return get_context().get_world_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Take no notice of what Lightning counts."""
+
+    def local_rank(self) -> int:
+        """Return the rank among the workers of this machine."""
+        return get_context().get_local_rank()
+
+    def node_rank(self) -> int:
+        """Return the number of this machine."""
+        return get_context().get_node_rank()
+
+    def teardown(self) -> None:
+        """Leave the variables of the environment alone: they are the worker's."""
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """Return a trainer of Lightning if its processes are the workers of the function trainer.
+
+    Raises:
+        ConfigError: it counts other processes than there are workers.
+        SessionError: called outside of train_func.
+    """
+    there, counted = get_context().get_world_size(), trainer.world_size
+    if there != counted:
+        raise ConfigError(
+            f"prepare_trainer: there are {there} workers, and this trainer counts {counted}: make it with "
+            "strategy=RayDDPStrategy() and plugins=[RayLightningEnvironment()] of holdfast.lightning, or with "
+            f"devices={there} and strategy='ddp'"
+        )
+    return trainer
