@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from hf_kit import leave_at_once
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -52,6 +53,7 @@ def main(folder: str) -> None:
     if dist.get_rank() == 0:
         torch.save(weights, f"{folder}/weights.pt")
     dist.destroy_process_group()
+    leave_at_once()
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -97,6 +98,7 @@ def reported(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """``tiny.py '{"run": ..., "folder": ..., "result": ..., "kill_after": 4, "kill_in": 6}'``: a plain trainer."""
+    faulthandler.dump_traceback_later(150, exit=True)  # before `run_script` loses patience
     told = json.loads(sys.argv[1])
     rank = int(os.environ.get("RANK", "0"))
     callbacks: list[TrainerCallback] = []
@@ -112,7 +114,11 @@ def main() -> None:
     if rank == 0:
         Path(told["result"]).write_text(json.dumps({"start": start, "weights": weights(trainer)}))
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()  # gloo's threads abort a process that ends with its group
+    trainer.accelerator.end_training()
+    if not told.get("run") and "WORLD_SIZE" in os.environ:
+        from hf_kit import leave_at_once
+
+        leave_at_once()
 
 
 if __name__ == "__main__":
