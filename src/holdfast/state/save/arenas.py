@@ -59,16 +59,19 @@ class Arenas:
             one.prefault()
             client.attach(one)
 
-    def only(self, layout: Layout) -> Arena:
-        """Return the arena for the next copy, where none is kept from one save to the next."""
-        return self.newest or self._add(_made_for(layout))
-
     def window(self, nbytes: int) -> Arena:
         """Return the one of so many bytes, smaller than the state, which streams through it."""
         return self.newest or self._add(Arena.create(nbytes))
 
     def turn(
-        self, layout: Layout, client: WriterClient, step: Any, *, release_s: float | None, timeout_s: float | None
+        self,
+        layout: Layout,
+        client: WriterClient,
+        step: Any,
+        *,
+        release_s: float | None,
+        timeout_s: float | None,
+        take_turns: bool = True,
     ) -> Arena | None:
         """Return the arena for the next copy: not the one that is being written, nor that of the newest snapshot.
 
@@ -82,10 +85,13 @@ class Arenas:
             step: of the copy.
             release_s: how long it may take to tell the writer that the snapshot there counts no more.
             timeout_s: how long a save may take that is being written; None: as long as it takes.
+            take_turns: snapshots are kept between saves; else there is one arena.
 
         Returns:
             None if either takes longer.
         """
+        if not take_turns:
+            return self.newest or self._add(_made_for(layout))
         if (sealing := self._sealing) is not None:
             wait([sealing], timeout_s)
             if sealing.done() and sealing.exception() is None:  # else the save is dropped, and the snapshot counts

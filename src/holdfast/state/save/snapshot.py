@@ -319,12 +319,7 @@ class Snapshotter:
                 job.manifest["metrics"] = dict(metrics())
             return client.submit(storage, job, blobs, arena, filled=filled)
 
-        arena: Arena | None = None
-        if not windowed and self.rescues:
-            step, patience = job.manifest.get("step"), self.timeout_s
-            arena = self._arenas.turn(layout, client, step, release_s=patience, timeout_s=patience)
-        elif not windowed:
-            arena = self._arenas.only(layout)
+        turn = partial(self._arenas.turn, layout, client, job.manifest.get("step"), take_turns=self.rescues)
         future: Future[Any]
         if aside:
             from .windows import send_aside  # as in `_send_windows`
@@ -335,7 +330,7 @@ class Snapshotter:
             )  # fmt: skip
         elif bounded:
             future = self._send_windows(flat, layout, client, hand_over)
-        elif arena is None:
+        elif (arena := turn(release_s=self.timeout_s, timeout_s=self.timeout_s)) is None:
             raise HoldfastError(
                 f"the writer takes no messages for {self.timeout_s:.0f} s (timeout_s): the process is stopped, or the "
                 "machine is very slow; training cannot count on it"
