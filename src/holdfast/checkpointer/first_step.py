@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Look = Callable[[], str]
 _SMALL_BUFFER = 1 << 20
+_GIVEN = ({"state", "param_groups"}, {"last_epoch", "base_lrs"}, {"scale", "growth_factor"})  # by state_dict()
 _FOLLOWS = (
     "requires_grad is in no state_dict(), so what {verb} layers on the way has to do so in a resume too, as "
     "`layer.requires_grad_({when})` at the head of each epoch does"
@@ -58,7 +59,7 @@ def outdated_dicts(state: Mapping[Any, Any]) -> Look:
     given = dict(_given_dicts(state, "", ()))
 
     def look() -> str:
-        now = dict(_given_dicts(state, "", ()))
+        now = dict(_given_dicts(state, "", ())) if given else {}
         same = [path for path, value in given.items() if now.get(path) is value]
         return "" if not same else (
             f"{listed(same)}: what state_dict() gave before the first step, in place of the object. Every save stores "
@@ -69,15 +70,13 @@ def outdated_dicts(state: Mapping[Any, Any]) -> Look:
     return look
 
 
-_GIVEN = ({"state", "param_groups"}, {"last_epoch", "base_lrs"}, {"scale", "growth_factor"})
-
-
 def _given_dicts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if type(value) is dict and any(keys <= value.keys() for keys in _GIVEN):
         yield path, value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in above:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _given_dicts(item, f"{path}/{key}" if path else str(key), (*above, id(value)))
+            if isinstance(item, (dict, list, tuple)):  # a long history is mostly numbers
+                yield from _given_dicts(item, f"{path}/{key}" if path else str(key), (*above, id(value)))
 
 
 def _other_layers(state: Mapping[Any, Any], saved: Storage, manifest: Manifest) -> Look:

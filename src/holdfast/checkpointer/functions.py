@@ -314,8 +314,7 @@ def load(
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls load) or 'this' (only the calling rank loads)")
     # Once: what gives them only once, such as a generator, would be empty where they are asked for again.
     taken = None if only is None else patterns_of(only, "only")
-    left_out = None if skip is None else patterns_of(skip, "skip")
-    may_lack = () if allow_missing is None else patterns_of(allow_missing, "allow_missing")
+    left_out, may_lack = patterns_of(skip, "skip"), patterns_of(allow_missing, "allow_missing")
     info = current_ranks()
     together = ranks == "all" and info.world_size > 1
     meeting: Meeting = Alone()

@@ -233,8 +233,7 @@ def _fit(
 ) -> Fit:
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}: use True or False")
-    missing = () if allow_missing is None else patterns_of(allow_missing, "allow_missing")
-    left_out = () if skip is None else patterns_of(skip, "skip")
+    missing, left_out = patterns_of(allow_missing, "allow_missing"), patterns_of(skip, "skip")
     Selection(rename=rename)  # refuses what is no name
     if left_out:
         own = [pattern for pattern in left_out if covers((pattern,), f"{RESERVED}/progress")]

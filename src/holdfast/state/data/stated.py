@@ -448,11 +448,10 @@ def may_draw_in_workers(loader: Any) -> bool:
     dataset = getattr(loader, "dataset", None)
     if not isinstance(dataset, IterableDataset) or not getattr(loader, "num_workers", 0):
         return False
-    if not any(_is_of(package, dataset) for package in ("datasets.", "litdata.", "streaming.")):
+    if not type(dataset).__module__.startswith(("datasets.", "litdata.", "streaming.")):
         return True
-    is_libraries = type(dataset).__module__.startswith(("datasets.", "litdata.", "streaming."))
     has_steps = any(callable(getattr(step, "function", None)) for step in _steps_within(loader))
-    return not is_libraries or has_steps or bool(getattr(dataset, "transform", None))
+    return has_steps or bool(getattr(dataset, "transform", None))
 
 
 def _steps_within(loader: Any) -> Iterator[Any]:

@@ -90,7 +90,7 @@ class Selection:
         rename: Mapping[str, str] | None = None,
     ) -> None:
         self.only = None if only is None else patterns_of(only, "only")
-        self.skip = patterns_of(skip, "skip") if skip is not None else ()
+        self.skip = patterns_of(skip, "skip")
         self._used: set[str] = set()  # patterns of `skip` that have left something out
         rename = {} if rename is None else rename
         if not isinstance(rename, Mapping) or {type(name) for pair in rename.items() for name in pair} - {str}:
@@ -176,12 +176,14 @@ def _may_match(glob: str, below: str) -> bool:
     return fixed.startswith(below) or below.startswith(fixed)
 
 
-def patterns_of(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
-    """Return the names or globs that a user gave as ``argument``.
+def patterns_of(value: str | Iterable[str] | None, argument: str) -> tuple[str, ...]:
+    """Return the names or globs that a user gave as ``argument``; none for None.
 
     Raises:
         ConfigError: there is something else among them.
     """
+    if value is None:
+        return ()
     patterns = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
