@@ -202,7 +202,7 @@ def test_handle(gate):
     """A handle says whether the save has ended, waits as long as told, and gives the error or None."""
     handle = hf.save_async(hf.Checkpoint("run/one", filesystem=gate), {"w": torch.ones(1)})
     assert not handle.done()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"one is not durable after 0\.01 s; the save goes on"):
         handle.result(timeout_s=0.01)
     gate.open_gate.set()
     assert handle.exception() is None

@@ -83,7 +83,9 @@ class SaveHandle:
             TimeoutError: not durable after ``timeout_s`` seconds; the save goes on.
             HoldfastError: the save failed; nothing half-written is visible.
         """
-        self._future.result(timeout_s)
+        if not wait((self._future,), timeout_s).done:  # the future's own error is no TimeoutError in Python 3.10
+            raise TimeoutError(f"{self._checkpoint.uri} is not durable after {timeout_s:g} s; the save goes on")
+        self._future.result()
         return self._checkpoint
 
     def done(self) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -298,7 +299,7 @@ class Saves:
             uri, waiting = next(iter(pending.items()))
             try:
                 result(uri, waiting)
-            except TimeoutError as error:
+            except (TimeoutError, futures.TimeoutError) as error:  # two of them in Python 3.10
                 raise HoldfastError(f"{uri}: not done after {self._timeout_s:.0f} s (timeout_s)") from error
             finally:
                 del pending[uri]
