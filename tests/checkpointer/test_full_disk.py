@@ -12,6 +12,8 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
+from holdfast.run.reports import read_history
+from holdfast.storage import resolve
 from holdfast.testing import FaultyStorage
 
 
@@ -125,6 +127,23 @@ def test_ten_lost_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
             ck.wait()
     assert ck.global_step == 11
     assert kit.steps(tmp_path) == [1]
+
+
+def test_metrics_of_a_full_disk_are_written_later_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full for hours neither fills the log nor costs a metric, also if nothing is reported after it."""
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    with hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=None, keep=None) as ck:
+        _fill(storage, 0)
+        for step in range(4):
+            ck.step(loss=float(step))
+            ck.wait()
+        _fill(storage, 32 << 20)
+    said = [record.message for record in caplog.records if "metrics" in record.message]
+    assert len(said) == 1
+    assert "metrics wait in the memory of the writer until they can be written, the storage is full" in said[0]
+    assert [row["metrics"]["loss"] for row in read_history(resolve(str(tmp_path))).rows] == [0.0, 1.0, 2.0, 3.0]
 
 
 def _disk(size: int) -> Any:
