@@ -94,6 +94,8 @@ def test_a_disk_full_later_follows_the_policy(
         assert kit.steps(tmp_path)[-1] == 4
         assert ck.stats.skipped >= 1
         assert "was NOT saved, the storage is full" in caplog.text
+        assert ("training is held until it can be saved" in caplog.text) == (policy == "wait")
+        assert ("training goes on" in caplog.text) == (policy == "skip")
         assert "were lost, the storage was full" in caplog.text
 
 

@@ -279,7 +279,9 @@ class PendingSaves:
             raise error
         # "wait" tries the same step again; its own timeout bounds that.
         self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
-        if not self._rank:  # rank 0, or alone: all ranks lose the same save
+        if not (self._rank or self.wants_retry):  # rank 0, or alone: all ranks lose the same save; a retry is not said
+            if self.on_full == "wait":
+                message = message.replace("training goes on", "training is held until it can be saved, up to timeout_s")
             _LOG.warning("%s (save %d in a row)", message, self.lost.in_a_row)
         self.wants_retry = self.on_full == "wait"
 
