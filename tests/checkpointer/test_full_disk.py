@@ -148,6 +148,29 @@ def test_metrics_of_a_full_disk_are_written_later_and_said_once(
     assert [row["metrics"]["loss"] for row in read_history(resolve(str(tmp_path))).rows] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_stricter_rules_make_room_for_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who follows the advice to keep fewer may start: what the new rules do not keep goes before the check."""
+    state = {"weights": torch.zeros(1 << 20)}
+    with hf.Checkpointer(FaultyStorage(tmp_path), state, every=1, keep=None) as ck:
+        for _ in range(6):
+            state["weights"] += 1
+            ck.step()
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    _fill(storage, 8 << 20)
+    with (
+        pytest.raises(hf.StorageFullError, match=r"holdfast prune .* --keep last=1 --yes --now` leaves the newest one"),
+        hf.Checkpointer(storage, state, every=1, keep=None),
+    ):
+        raise AssertionError("entered")
+    assert kit.steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    with hf.Checkpointer(storage, state, every=1, keep=hf.Keep(last=2)) as ck:
+        assert kit.steps(tmp_path) == [5, 6]
+        assert [checkpoint.step for checkpoint in ck.checkpoints()] == [6, 5]
+        ck.step()
+    assert kit.steps(tmp_path) == [6, 7]
+    assert "what keep= does not keep was deleted before the first save" in caplog.text
+
+
 def _disk(size: int) -> Any:
     from holdfast.testing import FaultyOps
 
