@@ -118,7 +118,7 @@ def test_ten_lost_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
     """Who trains on without a place to save to trains for nothing: also with on_full="skip" there is an end."""
     storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
     with (
-        pytest.raises(hf.StorageFullError),
+        pytest.raises(hf.StorageFullError, match=r"^10 saves in a row were lost, the storage is full.*command again"),
         hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=1, keep=None) as ck,
     ):
         ck.step()

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from holdfast.run.rollbacks import Rollback
 
 _CALLS = 4  # of the writer, that rank 0 makes one after the other
-# The same on all ranks.
-_ALIKE = (
+_ALIKE = (  # the same on all ranks
     "intervals", "auto", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume", "rescue", "guard",
 )  # fmt: skip
 # State tensors of parameter size that an optimizer creates with its first step, and the options of a parameter group
