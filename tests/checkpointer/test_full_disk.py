@@ -12,6 +12,8 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
+from holdfast.run.reports import read_history
+from holdfast.storage import resolve
 from holdfast.testing import FaultyStorage
 
 
@@ -92,6 +94,8 @@ def test_a_disk_full_later_follows_the_policy(
         assert kit.steps(tmp_path)[-1] == 4
         assert ck.stats.skipped >= 1
         assert "was NOT saved, the storage is full" in caplog.text
+        assert ("training is held until it can be saved" in caplog.text) == (policy == "wait")
+        assert ("training goes on" in caplog.text) == (policy == "skip")
         assert "were lost, the storage was full" in caplog.text
 
 
@@ -114,7 +118,7 @@ def test_ten_lost_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
     """Who trains on without a place to save to trains for nothing: also with on_full="skip" there is an end."""
     storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
     with (
-        pytest.raises(hf.StorageFullError),
+        pytest.raises(hf.StorageFullError, match=r"^10 saves in a row were lost, the storage is full.*command again"),
         hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=1, keep=None) as ck,
     ):
         ck.step()
@@ -125,6 +129,46 @@ def test_ten_lost_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
             ck.wait()
     assert ck.global_step == 11
     assert kit.steps(tmp_path) == [1]
+
+
+def test_metrics_of_a_full_disk_are_written_later_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that is full for hours neither fills the log nor costs a metric, also if nothing is reported after it."""
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    with hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=None, keep=None) as ck:
+        _fill(storage, 0)
+        for step in range(4):
+            ck.step(loss=float(step))
+            ck.wait()
+        _fill(storage, 32 << 20)
+    said = [record.message for record in caplog.records if "metrics" in record.message]
+    assert len(said) == 1
+    assert "metrics wait in the memory of the writer until they can be written, the storage is full" in said[0]
+    assert [row["metrics"]["loss"] for row in read_history(resolve(str(tmp_path))).rows] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_stricter_rules_make_room_for_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who follows the advice to keep fewer may start: what the new rules do not keep goes before the check."""
+    state = {"weights": torch.zeros(1 << 20)}
+    with hf.Checkpointer(FaultyStorage(tmp_path), state, every=1, keep=None) as ck:
+        for _ in range(6):
+            state["weights"] += 1
+            ck.step()
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    _fill(storage, 8 << 20)
+    with (
+        pytest.raises(hf.StorageFullError, match=r"holdfast prune .* --keep last=1 --yes --now` leaves the newest one"),
+        hf.Checkpointer(storage, state, every=1, keep=None),
+    ):
+        raise AssertionError("entered")
+    assert kit.steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    with hf.Checkpointer(storage, state, every=1, keep=hf.Keep(last=2)) as ck:
+        assert kit.steps(tmp_path) == [5, 6]
+        assert [checkpoint.step for checkpoint in ck.checkpoints()] == [6, 5]
+        ck.step()
+    assert kit.steps(tmp_path) == [6, 7]
+    assert "what keep= does not keep was deleted before the first save" in caplog.text
 
 
 def _disk(size: int) -> Any:

@@ -276,6 +276,27 @@ for _ in range(3):
     assert found.manifest.extra["rescued"] == "its program has ended"
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_snapshot_that_finds_no_room_is_said_in_a_line(tmp_path: Path) -> None:
+    """The disk is full when the trainer dies: the writer says so in words, and the newest checkpoint stays."""
+    script = f"""
+import os, signal
+import holdfast as hf, torch
+from holdfast.testing import FaultyStorage
+storage = FaultyStorage({str(tmp_path / "run")!r}, events={{"mkdir:step_00000002": "ENOSPC"}})
+with hf.Checkpointer(storage, {{"w": torch.zeros(4)}}, every=None, rescue=1) as ck:
+    ck.step()
+    ck.save()
+    ck.wait()
+    ck.step()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert "the snapshot of the dead trainer could not be saved, the newest checkpoint counts: cannot" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert hf.Checkpoint(tmp_path / "run" / "step_00000001").verify().ok
+
+
 def test_an_exception_in_the_body_keeps_the_last_boundary(ranks: RankServer, tmp_path: Path) -> None:
     """The body raises after step 9: that step is committed, with the error as the reason."""
     assert run_life(ranks, tmp_path, kill_at=9, how="raise") == 7

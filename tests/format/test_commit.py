@@ -68,7 +68,7 @@ def paths(storage):
 def test_committed_means_readable(storage, directory):
     """Before: incomplete. After: a manifest with totals, the files, and the fields that were given."""
     one, two = part(storage, directory, "deadbeef-1"), part(storage, directory, "deadbeef-1", writer=1)
-    with pytest.raises(IncompleteCheckpointError):
+    with pytest.raises(IncompleteCheckpointError, match=r"^\S*[^/] has files"):
         read_manifest(storage, directory)
     two = PartSummary.from_json(json.loads(json.dumps(two.to_json())))
     done = commit(storage, directory, {"step": 7, "metrics": {"a": 1.5}, "odd": 1}, [two, one])

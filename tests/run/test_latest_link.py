@@ -173,6 +173,18 @@ def test_nothing_that_lists_a_run_takes_the_link_for_a_checkpoint(tmp_path: Path
     assert names(Catalog(LocalStorage(tmp_path / "followed"))) == both[::-1]
 
 
+def test_a_copy_where_the_link_should_be_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`scp -r` follows the link: tools that read `latest` of the copied run would read an old checkpoint for ever."""
+    home, copied = tmp_path / "run", tmp_path / "copied"
+    train(home, 1)
+    shutil.copytree(home, copied)
+    with hf.Checkpointer(copied, {"model": torch.nn.Linear(2, 2)}, every=1) as ck:
+        ck.step(loss=1.0)
+    assert capfd.readouterr().err.count("/latest is no link but a copy of step_00000001") == 1
+    shutil.rmtree(copied / "latest")
+    train(copied, 1)
+
+
 def test_no_report_may_be_called_so() -> None:
     """The name of the link is refused for a checkpoint before anything is trained."""
     assert not is_checkpoint_name("latest")

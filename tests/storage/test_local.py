@@ -285,6 +285,17 @@ def test_no_permission(tmp_path, operation, code):
     assert isinstance(caught.value, PermissionError)
 
 
+def test_a_disk_without_inodes(tmp_path, monkeypatch):
+    """A disk that shows free space and takes no file more: the message says what is used up, and how to see it."""
+    storage = FaultyStorage(tmp_path, fail_on={"open": errno.ENOSPC})
+    with pytest.raises(StorageFullError, match="free some space"):
+        storage.put("a", b"1")
+    found = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*found[:7], 0, *found[8:]]))
+    with pytest.raises(StorageFullError, match=r"has space, but no inodes for more files \(`df -i`\)"):
+        storage.put("a", b"1")
+
+
 def test_parent_that_cannot_be_read(tmp_path):
     """A root whose parent may be passed but not read is usable: its own name is not ours to sync."""
     (tmp_path / "root").mkdir()

@@ -181,8 +181,9 @@ def test_a_full_disk_applies_retention_once_and_tries_again(tmp_path: Path) -> N
             save(client, storage, opened, step, nbytes=kit.MIB)
         client.run_op("close_run", reason="other rules").result(20)
         opened = open_run(client, storage, "bbbbbbbb", keep=Keep(last=1))
-        save(client, storage, opened, 4, nbytes=2 * kit.MIB)
+        result = save(client, storage, opened, 4, nbytes=2 * kit.MIB)
         assert names(storage) == ["step_00000004"]
+        assert sorted(name for name, _ in result.deleted) == [f"step_{step:08d}" for step in (1, 2, 3)], "all are told"
         with pytest.raises(StorageFullError):
             save(client, storage, opened, 5, nbytes=2 * kit.MIB)
         assert names(storage) == ["step_00000004"]

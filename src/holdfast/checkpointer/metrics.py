@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
 _EVERY_S, _EVERY_FAR_S = 5.0, 60.0  # between rows that nothing else sends; at a store each time is a request
+_KEPT = "metrics wait in the memory of the writer until they can be written"
 _EMPTY: dict[str, Any] = {}
 _SHORT = (float, str, bool, type(None))
 _PLAIN = (*_SHORT, int)
@@ -133,9 +134,9 @@ class MetricLog:
 
         read = _reader([(at, metrics) for at, _, _, metrics in rows])
         if read is None:
-            session.note("report", about=name, rows=records([metrics for *_, metrics in rows]))
+            session.note("report", about=name, what=_KEPT, rows=records([metrics for *_, metrics in rows]))
         else:
-            session.note("report", about=name, late=lambda: {"rows": records(read())})
+            session.note("report", about=name, what=_KEPT, late=lambda: {"rows": records(read())})
         session.memory.clear_rows()
 
 

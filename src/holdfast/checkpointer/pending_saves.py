@@ -279,7 +279,9 @@ class PendingSaves:
             raise error
         # "wait" tries the same step again; its own timeout bounds that.
         self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
-        if not self._rank:  # rank 0, or alone: all ranks lose the same save
+        if not (self._rank or self.wants_retry):  # rank 0, or alone: all ranks lose the same save; a retry is not said
+            if self.on_full == "wait":
+                message = message.replace("training goes on", "training is held until it can be saved, up to timeout_s")
             _LOG.warning("%s (save %d in a row)", message, self.lost.in_a_row)
         self.wants_retry = self.on_full == "wait"
 
@@ -387,13 +389,15 @@ class LostSaves:
             limit: the number in a row from which training must not go on; None for no limit.
 
         Raises:
-            StorageError: ``error``, at the limit.
+            StorageError: at the limit: ``error``, or what has been lost with it.
         """
         self.total += 1
         self.in_a_row += 1
         self.error = error
-        if limit is not None and self.in_a_row >= limit:
+        if limit == 1:
             raise error
+        if limit is not None and self.in_a_row >= limit:
+            raise passing_error(error, f"{limit} saves in a row were lost, {state_of(error)} ({error})") from error
 
 
 def state_of(error: BaseException | None) -> str:
@@ -403,11 +407,10 @@ def state_of(error: BaseException | None) -> str:
 
 def passing_error(error: BaseException | None, lost: str) -> StorageError:
     """Return the error for a run that ends without its last save: what was lost, why, and what to do."""
-    down = isinstance(error, StorageUnavailableError)
-    return (StorageUnavailableError if down else StorageFullError)(
-        lost + f": {'when it answers again,' if down else 'free some space and'} start the same command again, it "
-        "goes on from there"
-    )
+    again = "start the same command again, it goes on from there"
+    if isinstance(error, StorageUnavailableError):
+        return StorageUnavailableError(f"{lost}: when it answers again, {again}")
+    return StorageFullError(f"{lost}: free some space and {again}")
 
 
 _TOLD_EVERY_S = 1.0  # a snapshot of each step would be a message of each step

@@ -51,6 +51,7 @@ __all__ = ["RunSession", "answer"]
 _LOG = get_logger("checkpointer")
 _LEASE_S = 3600.0  # that the writer of a dead trainer may still take to finish
 _SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
+_SAID_AGAIN_S = 300.0
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
@@ -139,6 +140,7 @@ class RunSession:
         self.opened: RunOpened
         self.is_open = False
         self._notes: list[_Note] = []
+        self._said: dict[str, float] = {}  # of notes that the storage did not take: until when that is said
         self._number = 0
         self.has_begun = False
         self.memory = StepMemory()
@@ -631,13 +633,17 @@ class RunSession:
         for note in done:
             error = note.future.exception()
             if isinstance(error, TRANSIENT_ERRORS) and self.saves.on_full != "raise":
-                _LOG.warning("%s, %s: %s", note.what, state_of(error), error)
+                if self._said.get(note.what, 0.0) < time.monotonic():  # a disk stays full for hours
+                    self._said[note.what] = time.monotonic() + _SAID_AGAIN_S
+                    _LOG.warning("%s, %s: %s", note.what, state_of(error), error)
             elif (
                 isinstance(error, CheckpointNotFoundError) and note.about is not None and self.saves.is_lost(note.about)
             ):
                 _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
             elif error is not None:
                 raise error
+            else:
+                self._said.pop(note.what, None)
 
     # -- the end
 
@@ -656,9 +662,9 @@ class RunSession:
         """
         if self.leads and self.is_open:
             self._tell_snapshots(is_end=True)
-            if finished is not None:
-                self.note("finished", info=dict(finished))
             what = "the end of the run was not recorded"
+            if finished is not None:
+                self.note("finished", what=what, info=dict(finished))
             self.note("close_run", what=what, reason=reason, details=dict(details or {}))
         self.wait_for_notes()
         self.life.end(reason)

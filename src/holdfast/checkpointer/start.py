@@ -24,23 +24,14 @@ from holdfast.state.load.selection import Fit, Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.objects import is_plain, leaves
 from holdfast.storage.base import Storage
-from holdfast.writer.messages import RunOpened
+from holdfast.writer.messages import SPARE_BYTES, RunOpened
 
 from .console import ResumeBlock, found_notes
 from .first_step import first_step_checks, outdated_dicts
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
-from .resume import (
-    BEGAN,
-    ResumeResult,
-    beginning,
-    is_within,
-    made_with,
-    not_as_made,
-    resume_run,
-    saved_since,
-)
+from .resume import BEGAN, ResumeResult, beginning, is_within, made_with, not_as_made, resume_run, saved_since
 from .run_session import RunSession
 
 if TYPE_CHECKING:
@@ -48,19 +39,9 @@ if TYPE_CHECKING:
     from holdfast.run.rollbacks import Rollback
 
 _CALLS = 4  # of the writer, that rank 0 makes one after the other
-_ALIKE = (
-    "intervals",
-    "auto",
-    "keep",
-    "when_busy",
-    "on_full",
-    "timeout_s",
-    "exit_code",
-    "resume",
-    "rescue",
-    "guard",
-)  # the same on all ranks
-_MARGIN = 16 << 20
+_ALIKE = (  # the same on all ranks
+    "intervals", "auto", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume", "rescue", "guard",
+)  # fmt: skip
 # State tensors of parameter size that an optimizer creates with its first step, and the options of a parameter group
 # that each add one. An optimizer of another kind counts as one tensor.
 _SLOTS = {
@@ -428,16 +409,17 @@ def check_room(
         expected = sum(own for own, _ in parts) + future * len(parts) // len(needs)
         frees = [its for _, its in parts if its is not None]
         free = min(frees, default=free_bytes if first == 0 else None)
-        if free is not None and free < expected + _MARGIN:
+        if free is not None and free < expected + SPARE_BYTES:
             whose = f" on the machine of rank {first}" if machine else ""
             what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"
             from holdfast.run.trash import Trash  # not above: of this error only
 
             trash = Trash(storage).in_words()
+            prune = f" (`holdfast prune {storage.uri} --keep last=1 --yes --now` leaves the newest one)"
             raise StorageFullError(
                 f"{storage.uri}{whose} has {format_bytes(free)} free and {what} about {format_bytes(expected)} (and "
-                f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
-                f"{trash and f'; {trash}'}"
+                f"{format_bytes(SPARE_BYTES)} to spare): free some space{prune * (num_there > 1)} or choose another "
+                f"place; nothing was trained{trash and f'; {trash}'}"
             )
         least = free if least is None or free is None else min(least, free)
     size = sum(own for _, own, _ in needs) + future + _MANIFEST_BYTES

@@ -274,7 +274,7 @@ def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False
         CorruptCheckpointError: the manifest is damaged or, with ``check_sizes``, a file is missing or of another size.
         FormatVersionError: written by a newer Holdfast.
     """
-    where = join(storage.uri, directory)
+    where = join(storage.uri, directory) if directory else storage.uri
     try:
         data = read_manifest_bytes(storage, directory)
     except StorageNotFoundError:

@@ -279,7 +279,13 @@ class Catalog(RunView):
             elif (text := link_at(storage, LATEST)) is not None and is_ours(text):
                 drop_link(storage, LATEST)
         except FileExistsError:
-            self.links = False  # a user's own, or a copy of a run whose link became what it led to
+            if self.links and LATEST in self.guests:
+                _log.warning(
+                    "%s/%s is no link but a copy of %s, as copying a run makes it that follows links (scp -r, cp -rL, "
+                    "rsync -L): who reads it reads that old one. Remove it, and the link to the newest comes back",
+                    storage.uri, LATEST, self.guests[LATEST],
+                )  # fmt: skip
+            self.links = False  # a user's own, or such a copy
         except OSError as error:
             self.links = False
             _log.warning(

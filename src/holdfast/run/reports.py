@@ -127,6 +127,7 @@ class ReportLog:
         journal: Journal | None = None,
     ) -> None:
         self._journal = Journal() if journal is None else journal
+        self._is_behind = False  # rows wait in the buffer that the storage did not take
         self._file_id = file_id or attempt.start_id
         if not re.fullmatch(r"[^-/]+", self._file_id):
             raise ConfigError(f"start id {attempt.start_id!r}: use letters and digits, it becomes part of file names")
@@ -154,10 +155,13 @@ class ReportLog:
         self._put()
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows ``{step, epoch, time, metrics, checkpoint}``; durable on return."""
+        """Append rows ``{step, epoch, time, metrics, checkpoint}``; durable on return.
+
+        Rows that the storage does not take stay, and are written by the next call, be it of none.
+        """
         number = self._attempt.attempt
         lines = [_line({**row, "attempt": number, "metrics": to_plain(row.get("metrics") or {})}) for row in rows]
-        if not lines:
+        if not lines and not self._is_behind:
             return
         self._buffer += b"".join(lines)
         self.flush()
@@ -183,7 +187,9 @@ class ReportLog:
             self._storage.put(self._segment().path, bytes(self._buffer))
         except BaseException:
             del self._buffer[before:]  # the events still wait
+            self._is_behind = True
             raise
+        self._is_behind = False
         self._journal.written(number)
 
     def _merge(self) -> None:
@@ -389,6 +395,7 @@ class ReportBuffer:
         self._write = write
         self._rows: list[dict[str, Any]] = []
         self._calls: list[tuple[int, Answer]] = []
+        self._error: BaseException | None = None  # why rows that have been answered could not be written yet
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # rows came, or the end
         self._closing = self._closed = self._hurries = False
@@ -410,18 +417,19 @@ class ReportBuffer:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Write the gathered rows now."""
+        """Write the gathered rows now, and those that could not be written before."""
         with self._writing:
             with self._lock:
                 rows, self._rows = self._rows, []
                 calls, self._calls = self._calls, []
-            if not calls:
+            if not calls and self._error is None:
                 return
             error: BaseException | None = None
             try:
                 self._write(rows)
             except Exception as caught:  # noqa: BLE001 - a thread edge: the callers that reported get the error
                 error = caught
+            self._error = error
             groups: dict[Answer, list[int]] = {}
             for call, answer in calls:
                 groups.setdefault(answer, []).append(call)
@@ -456,6 +464,8 @@ class ReportBuffer:
         with self._lock:
             self._closed = True  # rows up to here are written below, later rows are refused
         self.flush()
+        if self._error is not None:
+            _log.warning("the metrics that could not be written are lost with the end of the run: %s", self._error)
 
 
 def check_rows(rows: Any) -> list[dict[str, Any]]:

@@ -627,10 +627,19 @@ _KINDS: dict[int, tuple[type[StorageError], str]] = {
 def translate(error: OSError, action: str, where: str) -> StorageError:
     """Return the `StorageError` for an operating system error, saying what failed, where and what to do."""
     kind, hint = _KINDS.get(error.errno or 0, (StorageError, "see the system log"))
+    if error.errno == errno.ENOSPC and _has_no_inodes(where):
+        hint = "the disk has space, but no inodes for more files (`df -i`): remove some files, or use another place"
     translated = kind(f"cannot {action} {where}: {error.strerror or error}; {hint}")
     # Handlers written for OSError look at errno; it is not part of args, which hold the message alone.
     translated.errno = error.errno
     return translated
+
+
+def _has_no_inodes(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        found = os.statvfs(os.path.dirname(path))
+        return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
+    return False
 
 
 class errors_of(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase: with errors_of(...)

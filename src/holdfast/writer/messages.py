@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "DIGEST_DIGITS", "BlobPlan", "FilePlan", "IngestJob", "IngestSource", "MirrorLimits", "PartsJob", "RunOpened",
-    "SafetensorsFile", "SaveJob", "SaveResult", "TorchFile", "WireValue", "error_from_json", "error_to_json",
-    "error_to_ranks", "is_incoming", "limits_of",
+    "DIGEST_DIGITS", "SPARE_BYTES", "BlobPlan", "FilePlan", "IngestJob", "IngestSource", "MirrorLimits", "PartsJob",
+    "RunOpened", "SafetensorsFile", "SaveJob", "SaveResult", "TorchFile", "WireValue", "error_from_json",
+    "error_to_json", "error_to_ranks", "is_incoming", "limits_of",
 ]  # fmt: skip
 
 DIGEST_DIGITS = 32
 """Length of a digest as it stands in a file: 128 bits in hexadecimal."""
+SPARE_BYTES = 16 << 20
+"""Free space that a start asks for beside that of one checkpoint."""
 
 
 class WireValue:

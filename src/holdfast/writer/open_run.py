@@ -18,8 +18,9 @@ from holdfast.errors import (
     HoldfastError,
     RunBusyError,
     StorageError,
+    StorageFullError,
     StorageUnavailableError,
-)
+)  # fmt: skip
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.run.candidates import GUESTS, copies_shown
@@ -36,7 +37,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .arena import rows_left, steps_done
-from .messages import RunOpened
+from .messages import SPARE_BYTES, RunOpened
 
 if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .messages import MirrorLimits
@@ -383,10 +384,15 @@ class Run:
         """Apply the rules because a save found its disk full; false if that has not helped."""
         if self._staged is not None:
             return False  # staged saves have their own disks, with no checkpoint
-        has_helped = bool(self.retain())
-        while has_helped and self._catalog.num_behind:
-            self.retain()
-        return has_helped
+        with self._lock:
+            before = len(self._gone)  # the trainer hears of them with its next save
+            try:
+                self._retain()
+                while len(self._gone) > before and self._catalog.num_behind:
+                    self._retain()
+            except StorageFullError:
+                return False  # not even the index can be written; the caller's error says what was not saved
+            return len(self._gone) > before
 
     def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Give name and manifest of the newest checkpoint, if there is a readable one."""
@@ -481,6 +487,14 @@ class Run:
             self._catalog.index.resumed(name, step=step, attempt=attempt)
         if mirror is not None:
             mirror.queue.go()
+        self._make_first_room()
+
+    def _make_first_room(self) -> None:
+        """Apply the rules before the first save if that would find its disk full: they may be stricter than before."""
+        storage, newest = self._catalog.storage, self._catalog.newest()
+        free = storage.free_bytes()
+        if newest is not None and free is not None and free < newest.size + SPARE_BYTES and self.make_room():
+            _LOG.warning("%s is full: what keep= does not keep was deleted before the first save", storage.uri)
 
     def _next_attempt(self, reason: str, start_id: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
         self._check()

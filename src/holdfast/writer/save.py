@@ -231,7 +231,7 @@ class SaveRunner:
             writer, part, stored_as, seconds = self._attempt(task, run)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
-            if run is None or job.windowed or not run.make_room():
+            if run is None or not run.make_room() or job.windowed:  # of windows nothing is left to be written again
                 raise
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory

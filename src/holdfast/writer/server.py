@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.run.process import how_it_ended
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import extend_path, from_description
@@ -554,6 +554,8 @@ class WriterLoop:
     def _rescue_after_death(self) -> None:
         try:
             self._rescue(self._reason or self._end)
+        except StorageError as error:
+            _LOG.warning("the snapshot of the dead trainer could not be saved, the newest checkpoint counts: %s", error)
         except Exception:  # noqa: BLE001 - a thread edge: the newest durable checkpoint counts
             _LOG.exception("the snapshot of the dead trainer could not be saved")
 
