@@ -90,6 +90,26 @@ def test_without_a_loader_nothing_is_said_of_epochs():
     assert "in the middle of an epoch" in loader.why
 
 
+def test_an_epoch_that_is_trained_again_is_not_laid_to_a_generator():
+    """The order of a DistributedSampler is a function of the epoch; that the generator is another one is no cause."""
+    facts = {"drawn": ["torch"], "place": 0, "epochs": [8], "loader_seen": True}
+    finding = Finding(kind="data again", step=8, facts={**facts, "loaders": {0: {"sampler": "DistributedSampler"}}})
+    cause = advice(finding)
+    assert "generator" not in cause.why + cause.without
+    assert "`epoch + 1`" in cause.without
+
+
+def test_workers_that_stay_are_named():
+    """A resume makes them anew, which moves the generators, saved or not: the data are others."""
+    loader = {"sampler": "RandomSampler", "workers": 2, "persistent": False}
+    facts = {"drawn": ["torch"], "loaders": {0: loader}}
+    assert "persistent_workers" not in advice(Finding(kind="other data", step=8, facts=facts)).why
+    facts["loaders"] = {0: {**loader, "persistent": True}}
+    cause = advice(Finding(kind="other data", step=8, facts=facts))
+    assert "`persistent_workers=True`" in cause.why
+    assert "`persistent_workers=False`" in cause.without
+
+
 @pytest.mark.parametrize(("has_loader", "blamed"), [(True, ["order"]), (False, ["position in the data", "order"])])
 def test_an_order_that_begins_anew_is_not_taken_for_a_lost_position(has_loader: bool, blamed: list[str]):
     """Three epochs of four steps: the life goes on in the third one, at the right place, in the order of the first."""

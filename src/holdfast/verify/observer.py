@@ -498,7 +498,8 @@ class Observer:
             {
                 "event": "loader", "loader": self._loaders[loader], "kind": type(loader).__name__,
                 "sampler": type(sampler).__name__, "dataset": type(loader.dataset).__name__,
-                "workers": loader.num_workers, "iterable": "Iterable" in type(sampler).__name__,
+                "workers": loader.num_workers, "persistent": loader.num_workers > 0 and loader.persistent_workers,
+                "iterable": "Iterable" in type(sampler).__name__,
                 "generator": getattr(sampler, "generator", None) is not None,
                 "stateful": callable(getattr(loader, "state_dict", None)),
             }

@@ -435,15 +435,19 @@ def check_records(records: Records, first: Life, chains: Chains) -> Records:
     made = len(records[0].steps)
     if made < 2:
         before = chains.checkpoints_before() if first.status == 0 else []
-        ended = (
-            f"It ended with status 0: if it has taken {' or '.join(before)} for the end of its training, made before, "
-            "verify it in a folder without that. Else, steps"
-            if before
-            else "Steps"
+        seen = (
+            "Steps are seen where torch.optim.Optimizer.step is called in an interpreter that reads PYTHONPATH (not "
+            f"python -I or -E); this is {sys.executable}"
         )
+        if before:
+            seen = (
+                f"It ended with status 0: if it has taken {' or '.join(before)} for the end of its training, made "
+                f"before, verify it in a folder without that. Else, s{seen[1:]}"
+            )
+        elif made:
+            seen = "Give it a longer training: a few dozen steps, with two saves or more"
         raise NothingToVerifyError(
-            f"the script made {made} steps with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
-            f"are needed to resume in between. {ended} are seen where torch.optim.Optimizer.step is called in an "
-            f"interpreter that reads PYTHONPATH (not python -I or -E); this is {sys.executable}"
+            f"the script made {made} step{'' if made == 1 else 's'} with an optimizer of torch, and entered no "
+            f"Checkpointer: at least 2 steps are needed to resume in between. {seen}"
         )
     return records
