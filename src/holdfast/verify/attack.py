@@ -42,7 +42,7 @@ from .lives import (
     script_command,
 )
 from .matching import EARLY, compare_fresh, find_state, from_checkpoint, is_followed
-from .report import document, strip
+from .report import advice, document, strip
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
 from .trace import LifePlan, Record, Records
@@ -341,6 +341,9 @@ class _Attack:
         if not again:
             other = compare_fresh(self.reference[0], made, to_end=not life.killed)
             if other is not None:
+                if other.facts["goes_on"]:
+                    cause = advice(other)
+                    raise LifeFailedError(f"{cause.text}: {cause.why}. To mend it, {cause.without}")
                 raise LifeFailedError(
                     f"two lives that begin anew differ from step {other.step} on "
                     f"({', '.join(item[0] for item in other.items) or 'their length'}), so states cannot be told "

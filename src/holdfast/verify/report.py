@@ -313,6 +313,15 @@ def _cannot_resume(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
 
 def _not_repeatable(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     fields = facts["fields"]
+    if facts.get("goes_on"):
+        return (
+            "a run that should begin anew goes on from what the first one has saved",
+            "they share the place that it is saved to, outside of the working directory (an absolute path, the home "
+            "directory, an object store)",
+            "name that place in the arguments as {run}, which each run gets anew (`-- python train.py --out {run}`); "
+            "or give it a relative path",
+            "the same; the directory of a `Checkpointer` is replaced by one for each run",
+        )
     without = (
         "seed everything at the start (`random.seed`, `numpy.random.seed`, `torch.manual_seed`, generators of "
         "your own, "

@@ -335,7 +335,9 @@ class _Lives:
                 return [*findings, (0, 0, noise)]
             if findings:
                 return self._confirmed(findings, proven)
-            self._notes += [note for match in matches.values() for note in match.notes if note not in self._notes]
+            self._notes = [
+                *dict.fromkeys([*self._notes, *(note for match in matches.values() for note in match.notes)])
+            ]
             if killed is not None and began and not early:
                 passed_over = saves_after(killed[1].written, began - killed[0])
                 from_newest = from_newest or (passed_over == 0 and bool(killed[1].written))
