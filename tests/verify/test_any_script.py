@@ -19,7 +19,7 @@ from holdfast.verify.lives import Life, LifeFailedError
 from holdfast.verify.matching import Finding, compare_fresh, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report, advice
 from holdfast.verify.scripts import verify_script
-from holdfast.verify.trace import Record, saves_after
+from holdfast.verify.trace import Record, saves_after, stages
 
 
 def verified(tmp_path, text: str, *, starter=forked, **options) -> Report:
@@ -118,6 +118,13 @@ def test_of_epochs_alike_it_is_the_interrupted_one_that_begins_again():
             step |= {"x": [number % 4], "d": [[0, number % 4]], "ep": number // 4}
     (found,) = match_life(whole, life, killed_at=3, saved=True, to_end=True).findings
     assert (found.kind, found.facts["place"], found.facts["epoch_began"]) == ("data again", 0, 0)
+
+
+def test_an_epoch_begins_with_its_first_batch_where_batches_are_drawn_ahead():
+    """The end of the epoch is met before its last step, by loops that want to know which batch is the last one."""
+    at_once = [{"ep": number // 4, "d": [[0, number]]} for number in range(12)]
+    ahead = [{"ep": (number + 1) // 4, "d": [[0, number]] if (number + 1) % 4 else []} for number in range(12)]
+    assert stages(at_once) == stages(ahead) == [4, 8]
 
 
 @pytest.mark.parametrize(("has_loader", "blamed"), [(True, ["order"]), (False, ["position in the data", "order"])])

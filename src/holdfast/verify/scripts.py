@@ -448,6 +448,11 @@ def check_records(records: Records, first: Life, chains: Chains) -> Records:
             )
         elif made:
             seen = "Give it a longer training: a few dozen steps, with two saves or more"
+        elif first.status == 0:
+            seen = (
+                "It ended with status 0: if a checkpoint outside of the working directory says that its training is "
+                f"finished, name the place of that in the arguments as {{run}}. Else, s{seen[1:]}"
+            )
         raise NothingToVerifyError(
             f"the script made {made} step{'' if made == 1 else 's'} with an optimizer of torch, and entered no "
             f"Checkpointer: at least 2 steps are needed to resume in between. {seen}"
