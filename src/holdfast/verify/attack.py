@@ -428,6 +428,13 @@ OUTCOMES = {
 """What can follow a kill, the best first."""
 FINE = ("newest", "older, said")
 """What loses nothing that was complete, or says so."""
+_WHOLE = "write to a temporary name (a file, or a directory with all parts), fsync, and rename"
+_FIXES = {
+    "older, silently": "print which checkpoint is loaded, and which newer ones are passed over and why",
+    "started over": f"let an error in loading end the script, or take the checkpoint before; {_WHOLE}",
+    "refused": f"{_WHOLE}; keep the checkpoint before until then",
+    "torn": f"keep what belongs together (model, optimizer, counters) in one: {_WHOLE}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,6 +545,9 @@ class Survival:
                 continue
             shown.add(trial.outcome)
             yield f"  {OUTCOMES[trial.outcome]}, first after kill {self.trials.index(trial) + 1}: {_account(trial)}"
+            yield f"  fix: {_FIXES[trial.outcome]}"
+        if not self.survives:
+            yield "with Holdfast: a checkpoint counts when it is whole: a save that dies costs that save only"
         for note in self.notes:
             yield f"note: {note}"
 
