@@ -19,7 +19,7 @@ from holdfast.verify.lives import Life, LifeFailedError
 from holdfast.verify.matching import Finding, compare_fresh, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report, advice
 from holdfast.verify.scripts import verify_script
-from holdfast.verify.trace import Record, saves_after, stages
+from holdfast.verify.trace import Record, saves_after
 
 
 def verified(tmp_path, text: str, *, starter=forked, **options) -> Report:
@@ -120,11 +120,47 @@ def test_of_epochs_alike_it_is_the_interrupted_one_that_begins_again():
     assert (found.kind, found.facts["place"], found.facts["epoch_began"]) == ("data again", 0, 0)
 
 
-def test_an_epoch_begins_with_its_first_batch_where_batches_are_drawn_ahead():
-    """The end of the epoch is met before its last step, by loops that want to know which batch is the last one."""
-    at_once = [{"ep": number // 4, "d": [[0, number]]} for number in range(12)]
-    ahead = [{"ep": (number + 1) // 4, "d": [[0, number]] if (number + 1) % 4 else []} for number in range(12)]
-    assert stages(at_once) == stages(ahead) == [4, 8]
+@pytest.mark.parametrize("loop", ["for _ in range(4):\n        x = next(batches)", "for x in ahead(batches):"])
+def test_an_epoch_begins_with_its_first_batch(tmp_path, loop):
+    """As Lightning draws them, never to the end of an iterator, and as Accelerate does, a batch ahead of each step."""
+    text = AHEAD.replace("for x in batches:", loop)
+    (cause,) = verified(tmp_path, text, kills=1).causes
+    assert cause.kind == "data again"
+    assert "the order of the first epoch comes again, for the generator is not saved" in cause.why
+
+
+AHEAD = """
+import os
+import torch
+
+torch.manual_seed(0)
+loader = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4, shuffle=True)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+done = 0
+if os.path.exists("last.pt"):
+    saved = torch.load("last.pt")
+    model.load_state_dict(saved["model"])
+    done = saved["done"]
+
+
+def ahead(batches):
+    now = next(batches)
+    for after in batches:
+        yield now
+        now = after
+    yield now
+
+
+for epoch in range(done, 3):
+    batches = iter(loader)
+    for x in batches:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "done": epoch + 1}, "last.tmp")
+    os.replace("last.tmp", "last.pt")
+"""
 
 
 @pytest.mark.parametrize(("has_loader", "blamed"), [(True, ["order"]), (False, ["position in the data", "order"])])
@@ -233,6 +269,15 @@ def test_steps_before_a_checkpoint_is_loaded_are_told_from_a_fresh_start(life, b
     rest = from_checkpoint(reference, life, killed_at=8)
     assert len(life.steps) - len(rest.steps) == early
     assert find_state(reference, rest, killed_at=8)[0] == began
+
+
+def test_a_finished_training_that_begins_again_goes_on_from_its_end():
+    """A script that counts nothing trains its last weights on: no step began with them, and they are a state."""
+    reference = rows(*range(10))
+    assert find_state(reference, rows(10, 11), killed_at=10) == (None, False)
+    reference.end = {"w": {"0": 10}}
+    assert find_state(reference, rows(10, 11), killed_at=10) == (10, False)
+    assert find_state(reference, rows(70, 11), killed_at=10) == (None, False)
 
 
 def test_what_comes_before_it_loads_is_no_training_of_another_optimizer():

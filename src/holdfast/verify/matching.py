@@ -116,13 +116,14 @@ def find_state(reference: Record, life: Record, *, killed_at: int) -> tuple[int 
     """Find the state before the first step of a life among those of the uninterrupted one.
 
     Returns:
-        The step, None if the weights are those of no step, or are not those that belong to the optimizer state; and
-        whether the rest of the state is that of the step, too.
+        The step, the number of all steps for the end, None if the weights are those of no step, or are not those that
+        belong to the optimizer state; and whether the rest of the state is that of the step, too (of the end: no).
     """
     first, steps = life.steps[0], reference.steps
     began = _locate(steps, first, killed_at)
     if began is None:
-        return None, False
+        is_end = reference.end is not None and first["w"] in reference.end["w"].values()
+        return (len(steps) if is_end else None), False
     if first["s"] and not _same_state(steps[began], first) and any(_same_state(step, first) for step in steps):
         return None, False
     return began, not _unequal_state(steps[began], first)

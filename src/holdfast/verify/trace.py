@@ -214,18 +214,8 @@ def saves_after(written: Iterable[tuple[str, int, int]], step: int) -> int:
 
 
 def stages(steps: Sequence[Step]) -> list[int]:
-    """Return the numbers of the steps that are the first ones of an epoch, but for the very first.
-
-    A loop that draws ahead (Lightning, Accelerate) meets the end of an epoch before the last step of it, and has drawn
-    the batch of that step before: an epoch begins with the next one for which a batch is drawn.
-    """
-    numbers, ended = [], False
-    for number in range(1, len(steps)):
-        ended |= steps[number]["ep"] != steps[number - 1]["ep"]
-        if ended and steps[number]["d"]:
-            numbers.append(number)
-            ended = False
-    return numbers
+    """Return the numbers of the steps that are the first ones of an epoch, but for the very first."""
+    return [number for number in range(1, len(steps)) if steps[number]["ep"] != steps[number - 1]["ep"]]
 
 
 # ---- how the rows of lives compare
