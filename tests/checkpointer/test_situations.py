@@ -123,6 +123,12 @@ def run_without_checkpoints(path: Path) -> dict[str, Any]:
     return {"resume": path.parent / "base"}
 
 
+def folder_of_runs(path: Path) -> dict[str, Any]:
+    for name in ("b", "a"):
+        kit.train(path.parent / "all" / name, 2)
+    return {"resume": path.parent / "all"}
+
+
 def finished(path: Path) -> None:
     kit.train(path, 6)
 
@@ -163,6 +169,7 @@ TABLE: list[tuple[Prepare, dict[str, Any], type[Exception] | int, str]] = [
     (run_is_a_file, {}, hf.ConfigError, "{path} is a file; a run needs a directory"),
     (link_to_nowhere, {}, hf.ConfigError, "{path} is a link to unmounted, which is not there"),
     (run_without_checkpoints, {}, hf.CheckpointNotFoundError, "base is a run without a good checkpoint: `holdfast ls"),
+    (folder_of_runs, {}, hf.IncompleteCheckpointError, "all is neither a checkpoint nor a run; it has a, b: give one"),
     (finished, {}, 6, "this run had finished (step 6): nothing to do unless more is asked for"),
     (by_spelling("with space"), {}, 4, "with space/step_00000004 at step 4"),
     (by_spelling("größe-日本"), {}, 4, "größe-日本/step_00000004 at step 4"),

@@ -545,7 +545,12 @@ def test_a_script_that_ignores_signals_is_waited_for_and_the_third_says_how_to_e
 
 @pytest.mark.parametrize(
     ("command", "advice"),
-    [("train.py", "-- python train.py`"), ("pyth train.py", "run -- pyth train.py`"), ("a && b", "bash -c 'a && b'`")],
+    [
+        ("train.py", "-- python train.py`"),
+        ("./go.sh", "-- bash ./go.sh`"),
+        ("pyth train.py", "run -- pyth train.py`"),
+        ("a && b", "bash -c 'a && b'`"),
+    ],
 )
 def test_a_command_that_is_no_program_is_told_what_it_should_be(tmp_path: Path, command: str, advice: str) -> None:
     """A script without its interpreter, a whole command in quotes, and a line for a shell."""

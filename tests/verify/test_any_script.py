@@ -16,7 +16,7 @@ from resume_scripts import BASE, HEALTHY, WRONG, forked, script
 from holdfast.errors import ConfigError
 from holdfast.testing import NothingToVerifyError, ResumeDivergedError, assert_resumes
 from holdfast.verify.lives import Life, LifeFailedError
-from holdfast.verify.matching import Finding, find_state, from_checkpoint, match_life
+from holdfast.verify.matching import Finding, compare_fresh, find_state, from_checkpoint, match_life
 from holdfast.verify.report import Report, advice
 from holdfast.verify.scripts import verify_script
 from holdfast.verify.trace import Record, saves_after
@@ -90,6 +90,79 @@ def test_without_a_loader_nothing_is_said_of_epochs():
     assert "in the middle of an epoch" in loader.why
 
 
+def test_an_epoch_that_is_trained_again_is_not_laid_to_a_generator():
+    """The order of a DistributedSampler is a function of the epoch; that the generator is another one is no cause."""
+    facts = {"drawn": ["torch"], "place": 0, "epochs": [8], "loader_seen": True}
+    finding = Finding(kind="data again", step=8, facts={**facts, "loaders": {0: {"sampler": "DistributedSampler"}}})
+    cause = advice(finding)
+    assert "generator" not in cause.why + cause.without
+    assert "`epoch + 1`" in cause.without
+
+
+def test_workers_that_stay_are_named():
+    """A resume makes them anew, which moves the generators, saved or not: the data are others."""
+    loader = {"sampler": "RandomSampler", "workers": 2, "persistent": False}
+    facts = {"drawn": ["torch"], "loaders": {0: loader}}
+    assert "persistent_workers" not in advice(Finding(kind="other data", step=8, facts=facts)).why
+    facts["loaders"] = {0: {**loader, "persistent": True}}
+    cause = advice(Finding(kind="other data", step=8, facts=facts))
+    assert "`persistent_workers=True`" in cause.why
+    assert "`persistent_workers=False`" in cause.without
+
+
+def test_of_epochs_alike_it_is_the_interrupted_one_that_begins_again():
+    """Nearer to the last step of an epoch is the beginning of the next one, which has the same first batch."""
+    whole, life = (stepped([*steps], [0] * 12, [0.1] * 12) for steps in (range(12), range(3, 12)))
+    for record in (whole, life):
+        for number, step in enumerate(record.steps):
+            step |= {"x": [number % 4], "d": [[0, number % 4]], "ep": number // 4}
+    (found,) = match_life(whole, life, killed_at=3, saved=True, to_end=True).findings
+    assert (found.kind, found.facts["place"], found.facts["epoch_began"]) == ("data again", 0, 0)
+
+
+@pytest.mark.parametrize("loop", ["for _ in range(4):\n        x = next(batches)", "for x in ahead(batches):"])
+def test_an_epoch_begins_with_its_first_batch(tmp_path, loop):
+    """As Lightning draws them, never to the end of an iterator, and as Accelerate does, a batch ahead of each step."""
+    text = AHEAD.replace("for x in batches:", loop)
+    (cause,) = verified(tmp_path, text, kills=1).causes
+    assert cause.kind == "data again"
+    assert "the order of the first epoch comes again, for the generator is not saved" in cause.why
+
+
+AHEAD = """
+import os
+import torch
+
+torch.manual_seed(0)
+loader = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4, shuffle=True)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+done = 0
+if os.path.exists("last.pt"):
+    saved = torch.load("last.pt")
+    model.load_state_dict(saved["model"])
+    done = saved["done"]
+
+
+def ahead(batches):
+    now = next(batches)
+    for after in batches:
+        yield now
+        now = after
+    yield now
+
+
+for epoch in range(done, 3):
+    batches = iter(loader)
+    for x in batches:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"model": model.state_dict(), "done": epoch + 1}, "last.tmp")
+    os.replace("last.tmp", "last.pt")
+"""
+
+
 @pytest.mark.parametrize(("has_loader", "blamed"), [(True, ["order"]), (False, ["position in the data", "order"])])
 def test_an_order_that_begins_anew_is_not_taken_for_a_lost_position(has_loader: bool, blamed: list[str]):
     """Three epochs of four steps: the life goes on in the third one, at the right place, in the order of the first."""
@@ -124,7 +197,7 @@ def rows(*weights: int, put: int | None = None, optimizers: str = "") -> Record:
 def stepped(weights: list[int], averages: list[int], decays: list[float]) -> Record:
     """Steps with an averaged copy beside the weights, and options of the optimizer."""
     record = rows(*weights)
-    for step, average, decay in zip(record.steps, averages, decays, strict=True):
+    for step, average, decay in zip(record.steps, averages, decays, strict=False):  # as many as there are steps
         step |= {"e": average, "en": 1, "opt": {"weight_decay": [decay]}}
         step |= {"x": [1], "d": [], "gn": 1, "r": {}, "scale": []}
     return record
@@ -148,6 +221,35 @@ def test_an_averaged_copy_is_blamed_only_where_the_weights_are_right():
     assert found([2, 3, 4], [12, 13, 14], [0.1, 0.2, 0.3]) == []
 
 
+def test_an_evaluation_before_the_kill_is_no_batch_of_the_step_after_it():
+    """Its gradients, if it has any, are thrown away; where those of two batches are gathered, one is missing."""
+
+    def found(*inputs: list[int], first: list[int], gradient: int) -> list[str]:
+        whole, life = (stepped([*weights], [0] * 4, [0.1] * 4) for weights in (range(4), range(2, 4)))
+        for step, entered in zip(whole.steps, inputs, strict=True):
+            step["x"] = entered
+        life.steps[0] |= {"x": first, "g": gradient}
+        life.steps[1]["x"] = inputs[3]
+        findings = match_life(whole, life, killed_at=2, saved=True, to_end=True).findings
+        return [finding.kind for finding in findings]
+
+    assert found([1], [2], [99, 3], [4], first=[3], gradient=2) == []
+    assert found([1], [2], [99, 3], [4], first=[3], gradient=77) == ["carried"]
+    assert found([1, 2], [3, 4], [5, 6], [7, 8], first=[6], gradient=77) == ["fewer batches"]
+
+
+def test_a_run_that_goes_on_where_it_should_begin_shares_a_place_with_the_first():
+    """It finds its training finished, or has the weights that the first one has left: nothing is to be seeded."""
+    whole = stepped([0, 1, 2], [0] * 3, [0.1] * 3)
+    whole.end = {"w": {"0": 3}}
+    lives = [(Record(rank=0), True)]
+    for weights, goes_on in (([3, 4], True), ([2, 3], True), ([70, 71], False), ([0, 1], False)):
+        lives.append((stepped(weights, [0] * 3, [0.1] * 3), goes_on))
+    for life, goes_on in lives:
+        found = compare_fresh(whole, life, to_end=True)
+        assert ("outside of the working directory" in advice(found).why) == goes_on
+
+
 @pytest.mark.parametrize(
     ("life", "began", "early"),
     [
@@ -167,6 +269,15 @@ def test_steps_before_a_checkpoint_is_loaded_are_told_from_a_fresh_start(life, b
     rest = from_checkpoint(reference, life, killed_at=8)
     assert len(life.steps) - len(rest.steps) == early
     assert find_state(reference, rest, killed_at=8)[0] == began
+
+
+def test_a_finished_training_that_begins_again_goes_on_from_its_end():
+    """A script that counts nothing trains its last weights on: no step began with them, and they are a state."""
+    reference = rows(*range(10))
+    assert find_state(reference, rows(10, 11), killed_at=10) == (None, False)
+    reference.end = {"w": {"0": 10}}
+    assert find_state(reference, rows(10, 11), killed_at=10) == (10, False)
+    assert find_state(reference, rows(70, 11), killed_at=10) == (None, False)
 
 
 def test_what_comes_before_it_loads_is_no_training_of_another_optimizer():

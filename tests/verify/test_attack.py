@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from holdfast.verify.attack import Kill, Trial, ends_of_saves, judge, save_changes, survival_page
+from holdfast.verify.attack import _FIXES, Kill, Trial, ends_of_saves, judge, save_changes, survival_page
 from holdfast.verify.lives import Command, run_life
 from holdfast.verify.trace import LifePlan, Record
 from holdfast.verify.workplace import Aim, Change, ChangeWatch, cut_power, make_durable, sees_power_cuts, unwritten
@@ -130,7 +130,7 @@ def test_a_save_that_overlaps_has_time():
 
 
 def test_the_page_has_a_strip_for_each_kill():
-    """What was kept is green, what was lost red, and the text of a line cannot become markup."""
+    """What was kept is green, what was lost red, and the text of a line cannot become markup. Each loss has its fix."""
     changes = saves(10, 20, 30)
 
     def after(at: int, ended: int, began: int | None, refused: str = "") -> Trial:
@@ -140,6 +140,9 @@ def test_the_page_has_a_strip_for_each_kill():
         [after(24, 2, 10), after(24, 2, 20), after(13, 1, None, "status 1: <script>")], command=["python", "train.py"],
         reference=REFERENCE, changes=changes, kinds=save_changes(changes)[0],
     )  # fmt: skip
+    assert [line for line in found.lines() if "fix: " in line] == [
+        f"  fix: {_FIXES[outcome]}" for outcome in ("older, silently", "refused")
+    ]
     page = survival_page(found, 3.0)
     strips = [strip.partition("</div>")[0] for strip in page.split('<div class="strip">')[1:]]
     counts = [[strip.count(f'class="{mark}') for mark in ("same", "bad", "none")] for strip in strips]

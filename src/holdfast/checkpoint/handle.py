@@ -13,10 +13,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -587,6 +589,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     Raises:
         StorageError: the storage cannot be read.
         CheckpointNotFoundError: the run has no checkpoint, or its guard has found a bad step in each of them.
+        IncompleteCheckpointError: it is a folder of runs or of checkpoints.
     """
     try:
         if given.manifest is not None:
@@ -597,6 +600,12 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
         return given  # the caller's read raises what is wrong
     root = given.storage.child(given.directory)
     if not root.exists(RUN_FILE):
+        children = [info.path.rstrip("/") for info in islice(root.list("", recursive=False), 50)]
+        inside = [name for name in children if any(root.exists(f"{name}/{one}") for one in (RUN_FILE, MANIFEST_NAME))]
+        if inside:
+            raise IncompleteCheckpointError(
+                f"{root.uri} is neither a checkpoint nor a run; it has {listed(sorted(inside))}: give one of them"
+            )
         return given
     view = RunView(root)
     record = view.latest()

@@ -68,8 +68,9 @@ def meant(command: Sequence[str], before: str) -> str:
         if re.search(r"""[|&;<>()$`*?~#'"\n\\]|^\w+=""", program):
             return f"; a line for a shell is run as `{before}bash -c {shlex.quote(program)}`"
         return f"; it is one word with its quotes: `{before}{' '.join([program, *map(shlex.quote, command[1:])])}`"
-    if program.endswith(".py"):
-        return f"; a script is run as `{before}python {shlex.join(command)}`"
+    is_shell = program.endswith(".sh") or (os.path.isfile(program) and not os.access(program, os.X_OK))
+    if interpreter := "python" if program.endswith(".py") else "bash" if is_shell else "":
+        return f"; a script is run as `{before}{interpreter} {shlex.join(command)}`"
     return ""
 
 

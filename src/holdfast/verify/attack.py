@@ -42,7 +42,7 @@ from .lives import (
     script_command,
 )
 from .matching import EARLY, compare_fresh, find_state, from_checkpoint, is_followed
-from .report import document, strip
+from .report import advice, document, strip
 from .resume import Home, check_arguments
 from .scripts import COPY_BYTES, Chains, check_records
 from .trace import LifePlan, Record, Records
@@ -341,6 +341,9 @@ class _Attack:
         if not again:
             other = compare_fresh(self.reference[0], made, to_end=not life.killed)
             if other is not None:
+                if other.facts["goes_on"]:
+                    cause = advice(other)
+                    raise LifeFailedError(f"{cause.text}: {cause.why}. To mend it, {cause.without}")
                 raise LifeFailedError(
                     f"two lives that begin anew differ from step {other.step} on "
                     f"({', '.join(item[0] for item in other.items) or 'their length'}), so states cannot be told "
@@ -425,6 +428,13 @@ OUTCOMES = {
 """What can follow a kill, the best first."""
 FINE = ("newest", "older, said")
 """What loses nothing that was complete, or says so."""
+_WHOLE = "write to a temporary name (a file, or a directory with all parts), fsync, and rename"
+_FIXES = {
+    "older, silently": "print which checkpoint is loaded, and which newer ones are passed over and why",
+    "started over": f"let an error in loading end the script, or take the checkpoint before; {_WHOLE}",
+    "refused": f"{_WHOLE}; keep the checkpoint before until then",
+    "torn": f"keep what belongs together (model, optimizer, counters) in one: {_WHOLE}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -535,6 +545,9 @@ class Survival:
                 continue
             shown.add(trial.outcome)
             yield f"  {OUTCOMES[trial.outcome]}, first after kill {self.trials.index(trial) + 1}: {_account(trial)}"
+            yield f"  fix: {_FIXES[trial.outcome]}"
+        if not self.survives:
+            yield "with Holdfast: a checkpoint counts when it is whole: a save that dies costs that save only"
         for note in self.notes:
             yield f"note: {note}"
 

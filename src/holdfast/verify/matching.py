@@ -65,13 +65,19 @@ def compare_fresh(reference: Record, other: Record, *, to_end: bool) -> Finding 
         if left["r"] != right["r"]:
             fields.append("r")
         if fields and fields != ["r"]:
-            return Finding(
-                kind="not repeatable", step=number, items=_items(fields, left, right), facts={"fields": fields}
-            )
+            facts: dict[str, Any] = {"fields": fields, "goes_on": number == 0 and _goes_on(reference, other)}
+            return Finding(kind="not repeatable", step=number, items=_items(fields, left, right), facts=facts)
     if to_end and len(reference.steps) != len(other.steps):
         facts = {"fields": ["length"], "left": len(reference.steps), "right": len(other.steps)}
+        facts["goes_on"] = not other.steps
         return Finding(kind="not repeatable", step=min(len(reference.steps), len(other.steps)), facts=facts)
     return None
+
+
+def _goes_on(reference: Record, other: Record) -> bool:
+    """Tell whether a life that should begin anew has the weights that another one had later, or at its end."""
+    first, ended = other.steps[0]["w"], reference.end["w"].values() if reference.end is not None else ()
+    return reference.steps[0]["w"] != first and first in (*ended, *(step["w"] for step in reference.steps))
 
 
 def match_life(
@@ -110,13 +116,14 @@ def find_state(reference: Record, life: Record, *, killed_at: int) -> tuple[int 
     """Find the state before the first step of a life among those of the uninterrupted one.
 
     Returns:
-        The step, None if the weights are those of no step, or are not those that belong to the optimizer state; and
-        whether the rest of the state is that of the step, too.
+        The step, the number of all steps for the end, None if the weights are those of no step, or are not those that
+        belong to the optimizer state; and whether the rest of the state is that of the step, too (of the end: no).
     """
     first, steps = life.steps[0], reference.steps
     began = _locate(steps, first, killed_at)
     if began is None:
-        return None, False
+        is_end = reference.end is not None and first["w"] in reference.end["w"].values()
+        return (len(steps) if is_end else None), False
     if first["s"] and not _same_state(steps[began], first) and any(_same_state(step, first) for step in steps):
         return None, False
     return began, not _unequal_state(steps[began], first)
@@ -307,6 +314,8 @@ def _of_step(
     if data is not None:
         return data
     fields = _unequal(left, right)
+    if len(left["x"]) != len(right["x"]):
+        fields = [name for name in fields if name != "x"]
     if not fields:
         return None
     items = _items(fields, left, right)
@@ -358,7 +367,9 @@ def _data(reference: Record, life: Record, number: int, left: Step, right: Step,
         if mine[:1] == other[:1] and len(mine) == len(other):
             return None
         if mine[-short:] == other[-short:]:
-            return None if at_resume and name == "d" else Finding(
+            # What goes in beside them and leaves the gradients as they are is an evaluation. Most steps have none.
+            usual = Counter(len(step[name]) for step in reference.steps).most_common(1)[0][0]
+            return None if left["g"] == right["g"] or (at_resume and len(other) == usual) else Finding(
                 kind="fewer batches", step=number, at_resume=at_resume, facts={"left": len(mine), "right": len(other)}
             )  # fmt: skip
         if batches and batches_now and batches[-1:] == batches_now[-1:]:
@@ -385,9 +396,11 @@ def _data(reference: Record, life: Record, number: int, left: Step, right: Step,
         return Finding(kind="other data" if batches_now else "own data", facts=facts, **at)
     starts = [0, *facts["epochs"]]
     begins = [place for place in places if place in starts]
-    place = min(begins or places, key=lambda one: abs(one - number))
+    began = max(start for start in starts if start <= number)
+    # Where all epochs have one order it is the one of the step that begins again.
+    place = min(begins or places, key=lambda one: (one != began, abs(one - number)))
     facts["place"] = place
-    began, other_began = (max(start for start in starts if start <= one) for one in (number, place))
+    other_began = max(start for start in starts if start <= place)
     if begins and number not in starts:
         facts["epoch_began"] = began
     facts["same_place"] = began != other_began and number - began == place - other_began

@@ -332,9 +332,9 @@ class Observer:
         self._inputs: list[_Digest] = []
         self._buffers: weakref.WeakKeyDictionary[Any, tuple[_Tensors, list[Any]]] = weakref.WeakKeyDictionary()
         self._buffers_before = 0
-        self._batches: list[tuple[int, _Digest]] = []
+        self._batches: list[tuple[int, _Digest, int]] = []  # with their loader, and the number of its iterator
         self._loaders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._num_ended = 0
+        self._num_iterators = self._epoch = 0
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._schedulers: list[Any] = []
         self._scalers: list[Any] = []
@@ -468,21 +468,19 @@ class Observer:
                 if loader not in self._loaders:
                     self._loaders[loader] = len(self._loaders)
                     self._describe(loader)
-                iterator._holdfast_loader = self._loaders[loader]
+                self._num_iterators += 1
+                iterator._holdfast_loader = self._loaders[loader], self._num_iterators
             return iterator
 
         @functools.wraps(draw)
         def drawn(iterator: Any) -> Any:
-            try:
-                batch = draw(iterator)
-            except StopIteration:
-                self._num_ended += 1
-                raise
+            batch = draw(iterator)
 
             def note() -> None:
                 digest = _Digest()
                 digest.add(batch)
-                self._batches.append((getattr(iterator, "_holdfast_loader", -1), digest))
+                loader, number = getattr(iterator, "_holdfast_loader", (-1, 0))
+                self._batches.append((loader, digest, number))
                 if len(self._batches) > 4 * _NUM_INPUTS:
                     del self._batches[: 2 * _NUM_INPUTS]
 
@@ -498,7 +496,8 @@ class Observer:
             {
                 "event": "loader", "loader": self._loaders[loader], "kind": type(loader).__name__,
                 "sampler": type(sampler).__name__, "dataset": type(loader.dataset).__name__,
-                "workers": loader.num_workers, "iterable": "Iterable" in type(sampler).__name__,
+                "workers": loader.num_workers, "persistent": loader.num_workers > 0 and loader.persistent_workers,
+                "iterable": "Iterable" in type(sampler).__name__,
                 "generator": getattr(sampler, "generator", None) is not None,
                 "stateful": callable(getattr(loader, "state_dict", None)),
             }
@@ -532,6 +531,8 @@ class Observer:
         if trained is None:
             trained = self._trained[optimizer] = _Trained(optimizer, len(self._trained))
             self._look_around(optimizer, trained)
+        if self._batches:  # not where an iterator ends: it may be asked ahead, or never be drawn to its end
+            self._epoch = max(self._epoch, self._batches[-1][2])
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         sample = trained.weights.sample(weights)
         ((_, raw),) = trained.weights.parts([len(weights)])
@@ -542,7 +543,7 @@ class Observer:
             "opt": _options(optimizer),
             "e": trained.others.sample(trained.other_tensors), "en": len(trained.other_tensors),
             "ee": trained.others.each() if 0 < len(trained.other_tensors) <= _NUM_NAMED else None,
-            "r": self._generators(), "ep": self._num_ended,
+            "r": self._generators(), "ep": self._epoch,
         }  # fmt: skip
         if len(weights) <= _NUM_NAMED:
             row["each"] = trained.weights.each()
@@ -570,7 +571,7 @@ class Observer:
         row.update(
             b=self._buffers_before, g=self._gradients(weights), gn=sum(one.grad is not None for one in weights),
             x=[digest.done() for digest in self._inputs],
-            d=[[loader, digest.done()] for loader, digest in self._batches[-_NUM_INPUTS:]],
+            d=[[loader, digest.done()] for loader, digest, _ in self._batches[-_NUM_INPUTS:]],
         )  # fmt: skip
         self._inputs, self._batches = [], []
         self._write(row)

@@ -137,12 +137,14 @@ def _other_modules(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
 
 def _data_again(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     where = _place(facts)
+    samplers = {loader["sampler"] for loader in facts["loaders"].values()}
+    by_epoch = samplers == {"DistributedSampler"}  # its order is a function of the seed and the number of the epoch
     if "epoch_began" in facts and facts["loader_seen"]:  # without a DataLoader nothing tells where an epoch begins
         cause = (
             "the script goes on in the middle of an epoch, and the DataLoader begins an epoch: its position is not "
             "saved, and the first batches count twice"
         )
-    elif facts["drawn"] and facts["place"] == 0:
+    elif facts["drawn"] and facts["place"] == 0 and not by_epoch:
         cause = (
             f"the order is drawn from the generator of {' and '.join(facts['drawn'])}, which begins anew with the "
             "process: the order of the first epoch comes again, for the generator is not saved"
@@ -154,6 +156,8 @@ def _data_again(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
         )
     else:
         cause = "the position in the data is not saved, or an older one than the weights"
+        if by_epoch:
+            cause += " (the number of the epoch that has ended, which is trained again)"
         if not facts["loader_seen"]:
             cause += (
                 "; or the position is right, and the order is that of an earlier epoch: the generator that it is drawn "
@@ -162,6 +166,11 @@ def _data_again(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     if facts["place"] == 0 and facts.get("epoch_began"):
         cause += "; the order is that of the first epoch again (its seed does not know the epoch: `sampler.set_epoch`)"
     mending = _of_position() if facts["loader_seen"] else _own_data(finding, facts)[2:]
+    if by_epoch and "epoch_began" not in facts:
+        mending = (
+            "save the number of the next epoch (`epoch + 1`) when one has ended, and begin with that one",
+            _BATCHES,
+        )
     return (f"step {finding.step} trains on other data: again on those of {where}", cause, *mending)
 
 
@@ -195,7 +204,22 @@ def _other_data(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     loaders = list(facts["loaders"].values())
     shuffled = any("Random" in loader["sampler"] for loader in loaders)
     drawn = facts["drawn"]
-    if shuffled:
+    mending = (
+        "give the DataLoader a generator that is seeded by the epoch (`torch.Generator().manual_seed(seed + epoch)`), "
+        "or save `torch.get_rng_state()` at the beginning of the epoch, and skip the batches that are done"
+    )
+    if any(loader.get("persistent") for loader in loaders):
+        cause = (
+            "workers stay from epoch to epoch (`persistent_workers=True`), and a resumed life makes new ones: their "
+            "random numbers begin anew, and it draws a seed for them, so that the order is another one, too; or the "
+            "generators are not saved at all"
+        )
+        mending = (
+            "`persistent_workers=False`, and save the generators (`torch.get_rng_state()`) at the beginning of the "
+            "epoch; or draw the order from a sampler whose generator is seeded by the epoch, and what is random in a "
+            "sample from its index and the epoch"
+        )
+    elif shuffled:
         cause = "the DataLoader's order is drawn anew: the generator that shuffles is not saved"
     elif "numpy" in drawn or "python" in drawn:
         cause = f"the data are drawn or augmented with the generator of {' and '.join(drawn)}, which is not saved"
@@ -207,8 +231,7 @@ def _other_data(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     return (
         f"step {finding.step} trains on other data, which no step of the uninterrupted run had",
         cause,
-        "give the DataLoader a generator that is seeded by the epoch (`torch.Generator().manual_seed(seed + epoch)`), "
-        "or save `torch.get_rng_state()` at the beginning of the epoch, and skip the batches that are done",
+        mending,
         f"{_BATCHES}; generators are saved with it",
     )
 
@@ -290,6 +313,15 @@ def _cannot_resume(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
 
 def _not_repeatable(finding: Finding, facts: Mapping[str, Any]) -> _Texts:
     fields = facts["fields"]
+    if facts.get("goes_on"):
+        return (
+            "a run that should begin anew goes on from what the first one has saved",
+            "they share the place that it is saved to, outside of the working directory (an absolute path, the home "
+            "directory, an object store)",
+            "name that place in the arguments as {run}, which each run gets anew (`-- python train.py --out {run}`); "
+            "or give it a relative path",
+            "the same; the directory of a `Checkpointer` is replaced by one for each run",
+        )
     without = (
         "seed everything at the start (`random.seed`, `numpy.random.seed`, `torch.manual_seed`, generators of "
         "your own, "
@@ -368,10 +400,12 @@ _TEXTS: Mapping[str, _Texts | Callable[[Finding, Mapping[str, Any]], _Texts]] = 
         _STATE % ("scaler", "scaler"),
     ),
     "more steps": (
-        "the run makes {right} steps in all when it is resumed, and {left} when it is not: steps are counted twice",
-        "the loop counts from 0 again, or begins the interrupted epoch again: its counter is not saved",
-        "save the number of steps made and of the batches done in the epoch, and go on from them",
-        _COUNT,
+        "the run makes {right} steps in all when it is resumed, and {left} when it is not",
+        "the loop counts from 0 again, or begins the interrupted epoch again: its counter is not saved; or what ends "
+        "the training early is not (the best score so far, a counter of patience)",
+        "save the number of steps made and of the batches done in the epoch, and go on from them; and the best score "
+        "and the patience that is left, if they end the training",
+        f"{_COUNT}; the best score and the patience belong into the state",
     ),
     "no training": (
         "the resumed life ends without training a step, with exit status 0, although it was killed at step {step}",

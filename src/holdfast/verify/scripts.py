@@ -335,7 +335,9 @@ class _Lives:
                 return [*findings, (0, 0, noise)]
             if findings:
                 return self._confirmed(findings, proven)
-            self._notes += [note for match in matches.values() for note in match.notes if note not in self._notes]
+            self._notes = [
+                *dict.fromkeys([*self._notes, *(note for match in matches.values() for note in match.notes)])
+            ]
             if killed is not None and began and not early:
                 passed_over = saves_after(killed[1].written, began - killed[0])
                 from_newest = from_newest or (passed_over == 0 and bool(killed[1].written))
@@ -435,15 +437,24 @@ def check_records(records: Records, first: Life, chains: Chains) -> Records:
     made = len(records[0].steps)
     if made < 2:
         before = chains.checkpoints_before() if first.status == 0 else []
-        ended = (
-            f"It ended with status 0: if it has taken {' or '.join(before)} for the end of its training, made before, "
-            "verify it in a folder without that. Else, steps"
-            if before
-            else "Steps"
+        seen = (
+            "Steps are seen where torch.optim.Optimizer.step is called in an interpreter that reads PYTHONPATH (not "
+            f"python -I or -E); this is {sys.executable}"
         )
+        if before:
+            seen = (
+                f"It ended with status 0: if it has taken {' or '.join(before)} for the end of its training, made "
+                f"before, verify it in a folder without that. Else, s{seen[1:]}"
+            )
+        elif made:
+            seen = "Give it a longer training: a few dozen steps, with two saves or more"
+        elif first.status == 0:
+            seen = (
+                "It ended with status 0: if a checkpoint outside of the working directory says that its training is "
+                f"finished, name the place of that in the arguments as {{run}}. Else, s{seen[1:]}"
+            )
         raise NothingToVerifyError(
-            f"the script made {made} steps with an optimizer of torch, and entered no Checkpointer: at least 2 steps "
-            f"are needed to resume in between. {ended} are seen where torch.optim.Optimizer.step is called in an "
-            f"interpreter that reads PYTHONPATH (not python -I or -E); this is {sys.executable}"
+            f"the script made {made} step{'' if made == 1 else 's'} with an optimizer of torch, and entered no "
+            f"Checkpointer: at least 2 steps are needed to resume in between. {seen}"
         )
     return records
