@@ -475,8 +475,6 @@ def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         why_not = "an epoch that is resumed begins anew, in another order if it is random"
         return loader, f"{name} over an iterable has no state_dict: {why_not}"
-    if trainer.overfit_batches:
-        return loader, "overfit_batches: the loader is left as it is"
     seed = getattr(loader.sampler, "seed", None)
     if not isinstance(seed, int):
         seed = torch.initial_seed() % (1 << 62) if trainer.world_size == 1 else 0

@@ -121,6 +121,7 @@ def fit(folder: Path, *, start: Any = None, saves: Any = None, model: Any = Net,
 CASES: dict[str, dict[str, Any]] = {
     "a plateau": {"model": WithPlateau},
     "float64": {"precision": "64-true"},
+    "overfitted": {"overfit_batches": 4},
     "gathered by epoch": {"callbacks": [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]},
     "thawed": {"callbacks": [lambda: pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]},
     "averaged": {"callbacks": [lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)]},
