@@ -457,7 +457,7 @@ class ResumableBatches:
     def _begin_count(self) -> Iterator[Any]:
         """Return an iterator that begins anew if drawing its first batch has made generators: they are seeded, too."""
         iterator: Iterator[Any] = iter(self._loader)
-        if iterator is self._loader or not self._seed_samples:
+        if iterator is self._loader or not self._seed_samples or getattr(self._loader, "draws_together", False):
             return iterator
         first = next(iterator, _END)
         if self._stream.adopt(generators_within(self._loader)):
