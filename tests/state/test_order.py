@@ -150,6 +150,15 @@ def test_ranks_without_a_split_are_warned(caplog, monkeypatch):
     assert position["samples"] == 8
 
 
+def test_a_sampler_of_one_part_is_meant(caplog, monkeypatch):
+    """As in a group of tensor-parallel ranks: nobody is told to give a DistributedSampler who has given one."""
+    monkeypatch.setattr(batches, "said", set())
+    sampler = DistributedSampler(range(48), num_replicas=1, rank=0)
+    with caplog.at_level(logging.WARNING, "holdfast.data"):
+        run(DataLoader(Ids(48), batch_size=4, sampler=sampler), stop=2, world_size=2)
+    assert caplog.text == ""
+
+
 def test_ranks_that_get_the_same_samples_count_once(caplog):
     """What is said of another split are data-parallel ranks: two before, one now, of four ranks in both."""
     loader = DataLoader(Ids(), batch_size=4, shuffle=True)

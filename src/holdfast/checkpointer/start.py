@@ -22,7 +22,7 @@ from holdfast.run.names import ROLLBACKS, WATCHED
 from holdfast.run.process import memory_name
 from holdfast.state.load.selection import Fit, Selection
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.objects import is_plain, leaves
+from holdfast.state.tree.objects import leaves, plain_optimizer
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import SPARE_BYTES, RunOpened
 
@@ -463,7 +463,7 @@ def _without_model(state: Mapping[Any, Any]) -> list[str]:
     said = []
     for path, optimizer in optimizers.items():
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if is_plain(optimizer) and params and not any(id(param) in held for param in params):
+        if plain_optimizer(optimizer) is not None and params and not any(id(param) in held for param in params):
             said.append(
                 f"the optimizer state[{path!r}] trains {len(params)} parameters of no model in the state: they are NOT "
                 "saved and a resume does not bring them back; put their model into the state, as in {'model': model}"

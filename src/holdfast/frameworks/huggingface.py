@@ -516,6 +516,8 @@ class PreparedLoader:
 
     def __init__(self, prepared: Any) -> None:
         self._prepared = prepared
+        # With dispatch_batches rank 0 gives the others theirs: one rank that begins anew alone would wait for ever.
+        self.draws_together = hasattr(prepared, "_fetch_batches")
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._prepared)

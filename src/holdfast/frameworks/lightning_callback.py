@@ -147,6 +147,7 @@ class HoldfastCallback(Grafted):
             "searched": {name: get(name) for _, name, get, _ in searched(trainer, pl_module)},
             "stopped": trainer.should_stop and any(_has_stopped(one) for one in _kinds(trainer.callbacks, _STOPS)),
             "pruned": pruned(trainer.callbacks, pl_module),
+            "gathered": gathered(trainer, pl_module),
         }
         if self._ahead:
             states = self._ahead[0 if batches.ready > batches.processed else -1]
@@ -475,8 +476,6 @@ def resumable(loader: Any, trainer: Any, *, seed_samples: bool) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         why_not = "an epoch that is resumed begins anew, in another order if it is random"
         return loader, f"{name} over an iterable has no state_dict: {why_not}"
-    if trainer.overfit_batches:
-        return loader, "overfit_batches: the loader is left as it is"
     seed = getattr(loader.sampler, "seed", None)
     if not isinstance(seed, int):
         seed = torch.initial_seed() % (1 << 62) if trainer.world_size == 1 else 0
@@ -550,11 +549,13 @@ def lost_in_mid_epoch(checkpoint: Mapping[str, Any], trainer: Any, module: Any) 
     ready = batches.get("current", {}).get("ready", 0)
     if not ready or batches.get("is_last_batch"):
         return
-    yield (
-        "averages over the epoch",
-        "Lightning does not save what self.log(..., on_epoch=True) and metric objects have gathered: in this epoch "
-        "they are those of the batches from here on",
-    )
+    names = checkpoint.get(HoldfastCallback.KEY, {}).get("gathered")
+    if names != []:
+        yield (
+            f"averages over the epoch of {', '.join(names)}" if names else "averages over the epoch",
+            "Lightning does not save what self.log(..., on_epoch=True) and metric objects have gathered: in this epoch "
+            "they are those of the batches from here on",
+        )
     epoch = checkpoint["loops"]["fit_loop"].get("epoch_progress", {}).get("current", {}).get("processed", 0)
     schedulers = _kinds(trainer.callbacks, "GradientAccumulationScheduler")
     of_step = schedulers[0].get_accumulate_grad_batches(epoch) if schedulers else trainer.accumulate_grad_batches
@@ -621,6 +622,13 @@ def lost_at_epoch_end(ends: str, trainer: Any, module: Any) -> Iterator[tuple[st
             "the checkpoint was taken after the last batch, and Lightning resumes with the next epoch, without "
             f"{', '.join(left_out)}: save at the end of an epoch, or by a number of steps that no epoch ends with",
         )
+
+
+def gathered(trainer: Any, module: Any) -> list[str]:
+    """Name what a training epoch has gathered so far: logged averages, and metric objects of the module."""
+    results = trainer.fit_loop.epoch_loop._results.values()
+    metrics = (path for path, one in module.named_modules() if getattr(one, "_update_count", 0))
+    return sorted({result.meta.name for result in results if result.meta.on_epoch}.union(metrics))
 
 
 def begin_averaging(trainer: Any, module: Any) -> None:

@@ -50,7 +50,9 @@ class Average:
 class Prepared:
     """What a script makes before its loop."""
 
-    def __init__(self, *, scaler: bool = False, stateful: bool = False, on_late_device: bool = False) -> None:
+    def __init__(
+        self, *, scaler: bool = False, stateful: bool = False, on_late_device: bool = False, dispatched: bool = False
+    ) -> None:
         torch.set_num_threads(1)
         if on_late_device:
             import late_device
@@ -60,7 +62,9 @@ class Prepared:
         set_seed(5)
         self.accelerator = accelerator = Accelerator(
             cpu=not on_late_device, gradient_accumulation_steps=2,
-            dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True),
+            dataloader_config=DataLoaderConfiguration(
+                use_stateful_dataloader=stateful, use_seedable_sampler=True, dispatch_batches=dispatched or None
+            ),
         )  # fmt: skip
         if scaler:  # as with fp16 on a GPU
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)

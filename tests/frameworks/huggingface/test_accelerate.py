@@ -47,10 +47,14 @@ def test_killed_in_an_epoch(s3: str, tmp_path: Path) -> None:
     assert sorted(one.step for one in checkpoints(str(tmp_path / "quiet"))) == [8, 12]
 
 
-def test_two_ranks_killed(tmp_path: Path) -> None:
-    """Two ranks under torchrun, both killed at one step, end as ranks that nothing disturbed."""
-    quiet, disturbed = killed_and_not(tmp_path, kill_at=4, ranks=2)
-    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (4, None)
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_two_ranks_killed(tmp_path: Path, dispatched: bool) -> None:
+    """Two ranks under torchrun, both killed at one step, end as ranks that nothing disturbed.
+
+    Also where rank 0 deals out the batches: to begin a loader anew on one rank would keep the others waiting.
+    """
+    quiet, disturbed = killed_and_not(tmp_path, kill_at=3 if dispatched else 4, ranks=2, dispatched=dispatched)
+    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (2 if dispatched else 4, None)
     assert disturbed == quiet
 
 

@@ -121,6 +121,7 @@ def fit(folder: Path, *, start: Any = None, saves: Any = None, model: Any = Net,
 CASES: dict[str, dict[str, Any]] = {
     "a plateau": {"model": WithPlateau},
     "float64": {"precision": "64-true"},
+    "overfitted": {"overfit_batches": 4},
     "gathered by epoch": {"callbacks": [lambda: pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]},
     "thawed": {"callbacks": [lambda: pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)]},
     "averaged": {"callbacks": [lambda: pl.callbacks.StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1)]},
@@ -243,6 +244,29 @@ def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
     assert f"holdfast: goes on at step {LENGTH} with what this process has" in capsys.readouterr().err
+
+
+class Averages(Net):
+    def __init__(self, fails: int = -1) -> None:
+        super().__init__(fails)
+        self.metric = torch.nn.Module()
+        self.metric._update_count = 1
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def test_averages_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing is averaged over the epoch nothing is lost, and nothing is said."""
+    for model, said in ((Net, ""), (Averages, "NOT restored  averages over the epoch of mean, metric: Lightning")):
+        fit(tmp_path / model.__name__, saves={"every_n_train_steps": 4}, model=model, max_epochs=1)
+        capsys.readouterr()
+        fit(tmp_path, start=tmp_path / model.__name__ / "step=4.ckpt", model=model, max_epochs=1)
+        block = capsys.readouterr().err
+        assert said in block
+        assert ("averages over the epoch" in block) == bool(said)
 
 
 def test_a_strategy_that_saves_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

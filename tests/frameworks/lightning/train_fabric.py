@@ -1,4 +1,7 @@
-"""A loop with Lightning Fabric: RUN STEPS DEVICES KILL; prints each step's samples and, at the end, the weights."""
+"""A loop with Lightning Fabric: RUN STEPS DEVICES KILL; prints each step's samples and, at the end, the weights.
+
+After these "chance" leaves the shuffle to chance, and "sharded" shards the weights over the devices (FSDP2).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import sys
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
@@ -22,10 +28,10 @@ def main(fabric: Fabric, run: str, steps: int, kill: int) -> None:
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(32, 4), torch.arange(32))
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     if "chance" in sys.argv:  # a shuffle that no seed of the script repeats
         torch.seed()
-    net, optimizer = fabric.setup(net, optimizer)
+    net = fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=0.01))
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4, shuffle=True))
     with hf.Checkpointer(run, {"model": net, "optimizer": optimizer}, every=1) as ck:
         for _ in ck.epochs(100):
@@ -43,12 +49,17 @@ def main(fabric: Fabric, run: str, steps: int, kill: int) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             if ck.global_step == steps:
                 break
-    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in net.state_dict().values()))
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in net.state_dict().values()]
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in whole))
     say(f"weights {fabric.global_rank} {digest.hexdigest()}")
 
 
 if __name__ == "__main__":
     _, run, steps, devices, kill, *_ = sys.argv
-    fabric = Fabric(accelerator="cpu", devices=int(devices))
+    sharded = ModelParallelStrategy(
+        lambda net, mesh: fully_shard(net, mesh=mesh["data_parallel"]), data_parallel_size=2, tensor_parallel_size=1
+    )
+    strategy = sharded if "sharded" in sys.argv else "auto"
+    fabric = Fabric(accelerator="cpu", devices=int(devices), strategy=strategy)
     fabric.launch()
     main(fabric, run, int(steps), int(kill))

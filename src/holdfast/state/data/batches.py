@@ -31,7 +31,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 from ..tree.values import PerRank
 from .digest import indices_digest
 from .loaders import clone_of, is_map_loader, keeps_state, ordered
-from .order import MapOrder, split_of
+from .order import MapOrder, knows_its_rank, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix, objects_within
 
 _logger = get_logger("data")
@@ -457,7 +457,7 @@ class ResumableBatches:
     def _begin_count(self) -> Iterator[Any]:
         """Return an iterator that begins anew if drawing its first batch has made generators: they are seeded, too."""
         iterator: Iterator[Any] = iter(self._loader)
-        if iterator is self._loader or not self._seed_samples:
+        if iterator is self._loader or not self._seed_samples or getattr(self._loader, "draws_together", False):
             return iterator
         first = next(iterator, _END)
         if self._stream.adopt(generators_within(self._loader)):
@@ -618,8 +618,8 @@ class ResumableBatches:
             self._batches = self._samples // (size * order.replicas)
 
     def _remarks(self, split: bool | tuple[int, int]) -> None:
-        meant = isinstance(split, tuple)
-        if self._order is not None and self._world_size > 1 and self._order.replicas == 1 and not meant:
+        alike = self._order is not None and self._world_size > 1 and self._order.replicas == 1
+        if alike and not (isinstance(split, tuple) or knows_its_rank(self._loader.sampler, self._loader.batch_sampler)):
             self._warn(
                 "every rank gets the same samples: give the loader a DistributedSampler to split them", once=True
             )

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..tree import arrays, objects, rng
 from ..tree.arrays import is_spread, spread_types
-from ..tree.objects import ask_in_order, is_plain, live_names, parameter_names, state_of, to_positions
+from ..tree.objects import ask_in_order, live_names, parameter_names, state_of, to_positions
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef, remade
 from .match_objects import match_module, match_optimizer, match_wrapper
 from .match_plan import MatchPlan, derive_generators, kind_of, match_per_rank, match_rng, note_apart
@@ -55,8 +55,9 @@ class Matcher(MatchPlan):
             begun = len(self.actions)
             if isinstance(live, nn.Module) and not objects.is_metric(live):
                 matched: Any = match_module(self, live, saved, path)
-            elif isinstance(live, torch.optim.Optimizer) and is_plain(live):
-                matched = match_optimizer(self, live, saved, path)
+            elif (optimizer := objects.plain_optimizer(live)) is not None:
+                match_optimizer(self, optimizer, saved, path)
+                matched = live
             else:
                 matched = self._object(live, saved, path)
             self._handovers.append((path, self.actions[begun:]))

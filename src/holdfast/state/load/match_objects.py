@@ -61,8 +61,8 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             plan.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
         return live
     have = _renamed(plan, entries, prefix) if plan.selection.renames else dict(entries)
+    check_module(live, path)
     module = unwrap(live)
-    check_module(module, path)
     raw = module.state_dict()
     # Past what a class makes of these methods, as `objects.stored_parameters` asks.
     named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(module, remove_duplicate=False))
@@ -406,7 +406,8 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     if isinstance(saved, Mapping):
         saved = _from_positions(saved, live, rows, type(live).__name__)
     elif isinstance(saved, ObjectNode) and saved.kind == "object" and isinstance(saved.state, Mapping):
-        saved = _from_positions(saved.state, live, rows, saved.type)  # it had hooks for its state_dict
+        # It had hooks for its state_dict, or Fabric's wrapper, in versions that did not look into that.
+        saved = _from_positions(saved.state, live, rows, saved.type.removeprefix("Fabric"))
     if not (isinstance(saved, ObjectNode) and saved.kind == "optimizer"):
         kind = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
         plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {kind} in the checkpoint")

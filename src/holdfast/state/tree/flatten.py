@@ -268,8 +268,8 @@ class _Walker:
             return NotImplemented
         if isinstance(value, nn.Module):
             return self._module(value, name, path)
-        if isinstance(value, torch.optim.Optimizer) and objects.is_plain(value):
-            return self._optimizer(value, name, path)
+        if (optimizer := objects.plain_optimizer(value)) is not None:
+            return self._optimizer(optimizer, name, path)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             return self._object(value, "object", objects.state_of(value, self.asked, name), name, path)
         return NotImplemented
@@ -381,8 +381,8 @@ class _Walker:
             from . import sharded  # not above: few states have such a module
 
             self.flat.groups.add(sharded.parallel_group(parallel))
-        module = unwrap(module)
         check_module(module, f"state{path}")
+        module = unwrap(module)
         raw = module.state_dict()
         named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         start = len(self.flat.names)

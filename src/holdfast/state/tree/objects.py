@@ -39,22 +39,26 @@ Modules = dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's own module inside any stack of DDP, DataParallel and ``torch.compile`` wrappers."""
-    while True:
-        if isinstance(module, _PARALLEL):
-            module = module.module
-            continue
-        modules = module.__dict__.get("_modules", ())  # not a dict in modules of TorchScript
-        if "_orig_mod" not in modules or not isinstance(modules["_orig_mod"], nn.Module):
-            return module
-        module = modules["_orig_mod"]
+    """Return the user's own module inside any stack of wrappers: DDP, DataParallel, ``torch.compile``, Fabric."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        module = inner
+        inner = module.module if isinstance(module, _PARALLEL) else _within(module, "_original_module")
+    return module
+
+
+def _within(module: nn.Module, of_fabric: str) -> nn.Module | None:
+    """Return the module that ``torch.compile`` has wrapped, or Fabric, which has two: the user's and what it calls."""
+    modules = module.__dict__.get("_modules")  # not a dict in modules of TorchScript
+    name = of_fabric if type(module).__name__ == "_FabricModule" else "_orig_mod"
+    inner = modules.get(name) if isinstance(modules, dict) else None
+    return inner if isinstance(inner, nn.Module) else None
 
 
 def parallel_wrapper(module: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """Return the DDP that ``module`` is, or that ``torch.compile`` has wrapped; None if there is none."""
-    modules = module.__dict__.get("_modules", ())  # not a dict in modules of TorchScript
-    if "_orig_mod" in modules:
-        module = modules["_orig_mod"]
+    """Return the DDP that ``module`` is, or that ``torch.compile`` or Fabric has wrapped; None if there is none."""
+    while (inner := _within(module, "_forward_module")) is not None:
+        module = inner
     return module if isinstance(module, nn.parallel.DistributedDataParallel) else None
 
 
@@ -166,14 +170,13 @@ _HOOKS = (
 )
 
 
-def is_plain(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer keeps its state the standard way; others go through their own ``state_dict``.
-
-    Others have methods of their own for it, or hooks that see or change what is saved and loaded.
-    """
-    kind = type(optimizer)
-    standard = kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
-    return standard and not any(getattr(optimizer, hooks, None) for hooks in _HOOKS)
+def plain_optimizer(value: Any) -> Optimizer | None:
+    """Return an optimizer, out of Fabric's wrapper; None if methods or hooks of its own see what is saved or loaded."""
+    if type(value).__name__.startswith("Fabric"):
+        value = getattr(value, "_optimizer", value)
+    kind, methods = type(value), (Optimizer.state_dict, Optimizer.load_state_dict)
+    is_standard = isinstance(value, Optimizer) and (kind.state_dict, kind.load_state_dict) == methods
+    return value if is_standard and not any(getattr(value, hooks, None) for hooks in _HOOKS) else None
 
 
 def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
@@ -443,9 +446,7 @@ def _objects(state: Any) -> Iterator[tuple[str, Any]]:
     for name, value in leaves(state):
         if isinstance(value, (type, nn.Module, PerRank)) or not callable(getattr(value, "state_dict", None)):
             continue
-        if isinstance(value, torch.optim.Optimizer) and is_plain(value):
-            continue
-        if callable(getattr(value, "load_state_dict", None)):
+        if plain_optimizer(value) is None and callable(getattr(value, "load_state_dict", None)):
             yield name, value
 
 

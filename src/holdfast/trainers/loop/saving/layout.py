@@ -67,8 +67,8 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
             module = unwrap(value)
             raw = module.state_dict()
             return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
-        if isinstance(value, torch.optim.Optimizer) and objects.is_plain(value):
-            return objects.to_named(value, objects.live_names(value, names))
+        if (optimizer := objects.plain_optimizer(value)) is not None:
+            return objects.to_named(optimizer, objects.live_names(optimizer, names))
         if isinstance(value, PerRank):
             return PerRank(walk(value.value))
         if isinstance(value, Mapping):
