@@ -12,6 +12,7 @@ from holdfast.errors import (
     HoldfastError,
     ReportMismatchError,
     RunBusyError,
+    StorageFullError,
     TrainingError,
     TrainingFailedError,
     WorkerHangError,
@@ -60,6 +61,35 @@ def test_a_killed_worker_restarts_all() -> None:
     play.feed(Started(rank=0, pid=2))
     assert play.only(Begin).header["first_index"] == 2
     assert play.only(Begin).header["start_id"] == "s2"
+
+
+def test_a_full_disk_takes_the_next_attempt_when_it_has_room() -> None:
+    """What has ended a worker may refuse the attempt after it as well: tried again for as long as a start may take."""
+    full = StorageFullError("run.json: no room")
+    play = Play(policy=ONCE, limits=WaitLimits(start_s=10.0)).run()
+    play.exit(1, signal=signal.SIGKILL)
+    play.exit(0, signal=signal.SIGTERM)
+    asked = play.only(NextAttempt)
+    play.outcome(asked, error=full)
+    assert "waits until it can be noted" in play.only(Say).line
+    assert "no room" in play.only(Say).line
+    assert play.controller.deadline() == play.now + 2.0
+    play.tick(after=2.0)
+    assert play.only(NextAttempt) == asked
+    play.outcome(asked, error=full)
+    assert play.out == []  # said once
+    play.tick(after=2.0)
+    play.next_attempt().found()
+    assert play.only(StartGroup).attempt == 2
+
+    play = Play(policy=ONCE, limits=WaitLimits(start_s=10.0)).run()
+    play.exit(1, signal=signal.SIGKILL)
+    play.exit(0, signal=signal.SIGTERM)
+    for _ in range(4):
+        play.outcome(play.only(NextAttempt), error=full)
+        play.tick(after=2.0)
+    play.outcome(play.only(NextAttempt), error=full)
+    assert play.only(End).error is full
 
 
 def test_giving_up() -> None:

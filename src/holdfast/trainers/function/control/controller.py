@@ -6,14 +6,17 @@ It reads no clock, starts no process and touches no storage, so every situation 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from holdfast._ranks import rank_list
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    HoldfastError,
     IncompleteCheckpointError,
     RunBusyError,
+    StorageFullError,
+    StorageUnavailableError,
     TrainingError,
 )
 from holdfast.writer.messages import RunOpened
@@ -40,6 +43,7 @@ from .worker_group import (
 )
 
 _BEAT_S = 5.0  # workers whose parts are being stored say so at least this often
+_AGAIN_S = 2.0  # between two tries to register an attempt
 _HANDOVERS = 3  # agreed saves that are tried for one move
 _MOST_PAST = 100
 
@@ -77,6 +81,8 @@ class Controller:
         self._suspect: tuple[str, WorkerGroup] | None = None
         self.first = self._start = Start()
         self._answer_until: float | None = None  # when the run itself has to have answered
+        self._again: tuple[float, actions.NextAttempt] | None = None  # an attempt that no disk or store took yet
+        self._is_wait_said = False
         self._waiting = False  # for the time of the next start, and for room
         self._room = Room(plan)
         self._not_before = 0.0
@@ -121,7 +127,7 @@ class Controller:
 
     def deadline(self) -> float | None:
         """Return when a `Tick` is due if nothing else happens; None: never."""
-        times = [self.reports.validations.deadline, self._answer_until]
+        times = [self.reports.validations.deadline, self._answer_until, self._again and self._again[0]]
         if self._teardown is not None:
             times.append(self._teardown.deadline(self._now))
         elif self._group is not None:
@@ -150,8 +156,13 @@ class Controller:
             self.reports.ranked(action.name, value or ())
             if error is not None:
                 self._say(f"the metrics of {action.name} could not be stored: {first_line(error)}")
+        elif isinstance(action, actions.NextAttempt) and self._may_ask_again(error):
+            self._again = self._now + _AGAIN_S, action
+            if not self._is_wait_said:
+                self._say(f"the next attempt waits until it can be noted: {first_line(error)}")
+            self._is_wait_said = True
         elif isinstance(action, (actions.OpenRun, actions.FindStart, actions.NextAttempt)):
-            self._answer_until = None
+            self._answer_until, self._is_wait_said = None, False
             if error is not None:
                 self._end(RunState.ERRORED, first_line(error), error)
             elif isinstance(action, actions.OpenRun):
@@ -434,6 +445,9 @@ class Controller:
     # -- after each event and when time has passed -----------------------------------------------------------------
 
     def _advance(self) -> None:
+        if self._again is not None and self._now >= self._again[0]:
+            self._out.append(self._again[1])
+            self._again = None
         if self._answer_until is not None and self._now >= self._answer_until:
             text = f"{self._plan.uri} did not answer within {self._limits.start_s:g} s: it is stuck or very slow"
             self._end(RunState.ERRORED, text, TrainingError(text))
@@ -509,6 +523,11 @@ class Controller:
     def _ask(self, action: actions.OpenRun | actions.FindStart | actions.NextAttempt) -> None:
         self._answer_until = self._now + self._limits.start_s
         self._out.append(action)
+
+    def _may_ask_again(self, error: BaseException | None) -> TypeGuard[HoldfastError]:
+        """Tell whether an attempt that was refused is tried again: what ended the one before may be what refuses it."""
+        until = self._answer_until or 0.0
+        return isinstance(error, (StorageFullError, StorageUnavailableError)) and self._now + _AGAIN_S < until
 
     def _become(self, state: RunState) -> None:
         self.state = check_transition(self.state, state)
