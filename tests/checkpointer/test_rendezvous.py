@@ -148,6 +148,64 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert str(found[1]) == str(found[0]), "and all hear the same"
 
 
+def test_a_rank_that_fails_does_not_wait_for_ranks_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in a collective until its process ends: it raises its own error soon, and they name it as the cause."""
+    monkeypatch.setattr(rendezvous, "_GRACE_S", 0.2)
+    for failing in (0, 1):
+        ranks, ended = meetings(3, dist.HashStore(), timeout_s=600.0), threading.Event()
+
+        def give(one: Rendezvous, failing: int = failing, ended: threading.Event = ended) -> None:
+            if one.rank == failing:
+                raise ValueError("mine alone")
+            assert ended.wait(60.0)
+            raise RuntimeError("connection closed by peer")
+
+        def work(one: Rendezvous, give: Any = give, failing: int = failing, ended: threading.Event = ended) -> None:
+            try:
+                one.agree("load", lambda: give(one))
+            finally:
+                if one.rank == failing:
+                    ended.set()
+
+        found = each(ranks, work)
+        assert isinstance(found[failing].__cause__, ValueError)
+        others = {str(error) for one, error in zip(ranks, found, strict=True) if one.rank != failing}
+        assert others == {f"rank {failing}: ValueError: mine alone"}
+
+
+def test_rank_0_does_not_end_before_the_others_have_heard_its_error() -> None:
+    """The store ends with its process, so what they have not read by then they never would."""
+    store, over = dist.HashStore(), threading.Event()
+
+    class Held:
+        """The store in rank 0's process."""
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> Any:
+                if over.is_set():
+                    raise RuntimeError("Connection reset by peer")
+                return getattr(store, name)(*args)
+
+            return call
+
+    ranks = meetings(3, Held())
+
+    def work(one: Rendezvous) -> Any:
+        try:
+            return one.agree("load", lambda: one.rank, lambda given: given[7])
+        finally:
+            if one.rank == 0:
+                over.set()
+
+    rendezvous._PAUSE_S, before = (0.2, 0.2), rendezvous._PAUSE_S
+    try:
+        assert {str(error) for error in each(ranks, work)} == {"IndexError: list index out of range"}
+    finally:
+        rendezvous._PAUSE_S = before
+    with pytest.raises(hf.HoldfastError, match="ZeroDivisionError"):  # of its own, and nothing about the store
+        ranks[1].agree("late", lambda: 1 // 0)
+
+
 def test_rank_0_may_be_longer_at_work_than_the_others_wait_for_it_to_come() -> None:
     """The lease of a dead trainer is waited for by rank 0 alone: the others know that it is there, and wait for it."""
     ranks = meetings(3, dist.HashStore(), timeout_s=1.0)

@@ -49,6 +49,18 @@ def _weights() -> torch.Tensor:
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
 
 
+def elsewhere(root: str) -> bool:
+    """Save and load together under a default device whose tensors cannot be read, as those of a GPU in NumPy."""
+    expected, live = _weights(), torch.zeros(ROWS, COLUMNS)
+    torch.set_default_device("meta")
+    try:
+        hf.save(Path(root, "one"), {"w": expected}, ranks="all")
+        hf.load(Path(root, "one"), {"w": live}, ranks="all")
+    finally:
+        torch.set_default_device(None)
+    return torch.equal(live, expected)
+
+
 def together(root: str) -> dict[str, Any]:
     """Load what is replicated, then columns of it, then go on with a run; tells the bytes that this rank has read."""
     rank, world = dist.get_rank(), dist.get_world_size()

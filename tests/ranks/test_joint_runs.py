@@ -126,7 +126,9 @@ def test_a_start_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, how, said)
     first, second = ranks.checked(f"{CASES}:start_fails", str(tmp_path), how)
     assert first == second
     assert first.startswith(said), first
-    if how != "own disks":
+    if how == "own disks":
+        assert f"but rank 1 was given another path ({tmp_path / '1'})" in first
+    else:
         assert ranks.checked(f"{CASES}:start_fails", str(tmp_path), "fine") == ["fine", "fine"]
         assert not list(tmp_path.glob(".probe*"))
 

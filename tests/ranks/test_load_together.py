@@ -18,6 +18,11 @@ def test_each_byte_is_read_once(ranks, tmp_path):
         assert max(read) <= 0.4 * found[0]["bytes"], (kind, read)
 
 
+def test_a_default_device_of_the_script_changes_nothing(ranks, tmp_path):
+    """Which bytes a rank wants is worked out on the CPU, whatever ``torch.set_default_device`` says."""
+    assert ranks.checked(f"{CASES}:elsewhere", str(tmp_path)) == [True, True]
+
+
 def test_an_error_of_one_rank_is_raised_by_all(ranks, tmp_path):
     """A state that does not fit on one rank, or a source that it cannot name: the same error on all ranks, at once.
 

@@ -139,6 +139,7 @@ def test_ranks_that_do_not_save_the_same_are_told() -> None:
     begin(one, 0, step=4)
     text = message(begin(one, 1, step=5))
     assert "rank 1 saves 'step_5' (step 5) where rank 0 saves 'step_4' (step 4)" in text
+    assert "ck.batches(loader) deals out equally many" in text
 
 
 def test_who_stops_elsewhere_because_a_rank_died_hears_of_that() -> None:

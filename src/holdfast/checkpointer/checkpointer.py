@@ -276,7 +276,7 @@ class Checkpointer:
             self._progress.close()
             # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient or boundary.rescues_later else self.options.timeout_s
-            why = "it has left the run" + (f" ({reason})" if reason else "")
+            why = "it has left the run" + (f" ({reason})" if reason else f" after step {self._progress.step}")
             session.close(why, timeout_s=limit_s)
         exit_code = self.options.exit_code
         if boundary.policy.stop_asked and session.leads and not self._signals.impatient:

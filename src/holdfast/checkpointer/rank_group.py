@@ -12,10 +12,11 @@ from concurrent.futures import wait
 from typing import Any
 
 from holdfast._fork import after_fork_in_child
-from holdfast._ranks import current_ranks
+from holdfast._ranks import current_ranks, rank_list
 from holdfast._version import __version__
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.run.process import network_name
+from holdfast.storage.base import Storage
 from holdfast.writer.arena import MAILBOX_BYTES, WHO_LEFT, Arena, StepMailbox
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import error_from_json, error_to_ranks
@@ -31,6 +32,7 @@ _WORD_S = 10.0
 _LOOK_S = 0.0005
 _OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 BEAT_S = 5.0
+_VISIBLE_S = 5.0  # that a network file system may take to show a file
 _UNREACHABLE = ("127.", "::1", "0.")  # from other machines
 
 
@@ -321,3 +323,44 @@ def agreed(rank_group: RankGroup, step: int) -> Call:
             )
         time.sleep(_LOOK_S)
     return None
+
+
+def check_shared(meeting: Meeting, storage: Storage, mark: str) -> None:
+    """Make sure that all ranks see a file that rank 0 has made in the root of their run; rank 0 removes it.
+
+    Raises:
+        ConfigError: one does not; names it, and the place that it was given if that is another one.
+    """
+
+    def decide(seen: Sequence[tuple[bool, str]]) -> None:
+        storage.delete(mark)
+        storage.tidy(mark.partition("/")[0])
+        blind = {rank: uri for rank, (is_there, uri) in enumerate(seen) if not is_there}
+        if not blind:
+            return
+        other = {rank: uri for rank, uri in blind.items() if uri != storage.uri}
+        why = (
+            "so the run needs a place that all machines share: a network file system, or remote storage such as "
+            "s3://bucket/run"
+        )
+        if other:
+            first = min(other)
+            why = (
+                f"but {rank_list(other)} {'was' if len(other) == 1 else 'were'} given another path ({other[first]}). "
+                "A path with the time, a random name or the rank in it is another one on each rank: give it on the "
+                "command line, or let rank 0 choose it (torch.distributed.broadcast_object_list)"
+            )
+        raise ConfigError(
+            f"{rank_list(blind)} cannot see what rank 0 writes to {storage.uri}: all ranks save parts of the same "
+            f"checkpoints, {why}"
+        )
+
+    meeting.agree("place", lambda: [sees(storage, mark, within_s=_VISIBLE_S), storage.uri], decide)
+
+
+def sees(storage: Storage, mark: str, *, within_s: float) -> bool:
+    """Look for a file that rank 0 has made; a network file system may show it a little later."""
+    until = time.monotonic() + within_s
+    while not (found := storage.exists(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found

@@ -22,7 +22,8 @@ from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened
 
 from .pending_saves import Stats
-from .run_session import RunSession, sees
+from .rank_group import sees
+from .run_session import RunSession
 
 _LOG = get_logger("checkpointer")
 

@@ -13,7 +13,8 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,8 @@ from holdfast.writer.messages import error_from_json, error_to_ranks
 
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # for rank 0 to report who has not come
+_GRACE_S = 10.0  # for the others to come, where a rank has failed
+_HEARD_S = 1.0  # for the others to hear of an error before rank 0, whose process usually holds the store, ends
 _CONNECT = timedelta(seconds=60)
 _met: dict[str, int] = {}  # meetings of each name in this process: all ranks count alike
 
@@ -71,6 +74,10 @@ class Rendezvous:
     ) -> Any:
         """Let every rank give a value and rank 0 decide; all return, or raise, the same.
 
+        A rank that fails waits for a moment only. Others may be in a collective that it does not come to (of a
+        ``load_state_dict``, say), and nothing but the end of its process lets them go on: it raises its own error then,
+        which all hear as soon as they come.
+
         Args:
             topic: used once in a meeting; the same text on all ranks.
             give: makes this rank's value, plain data; what it raises ends the meeting on all ranks.
@@ -86,24 +93,29 @@ class Rendezvous:
         try:
             given = {"code": code_id(), "value": give()}
         except Exception as error:  # noqa: BLE001 - all ranks receive it, this rank raises it below
-            cause, given = error, {"code": code_id(), "error": error_to_ranks(error)}
+            cause, given = error, self._failure(topic, error)
         except BaseException as error:
             # No rank reads what rank 0 gives: if rank 0 ends, that is the decision for all.
-            self._set(f"{topic}/{self.rank or 'all'}", {"error": error_to_ranks(error)})
+            if self.rank == 0:
+                self._tell(topic, {"error": error_to_ranks(error)})
+            else:
+                with suppress(HoldfastError):  # the store is gone: nobody hears it
+                    self._set(f"{topic}/{self.rank}", self._failure(topic, error))
             raise
         if self.rank == 0:
             try:
                 decision = self._decide(topic, given, decide)
             except BaseException as error:
-                self._set(f"{topic}/all", {"error": error_to_ranks(error)})
+                self._tell(topic, {"error": error_to_ranks(error)})
                 raise
-            self._set(f"{topic}/all", decision)
+            self._tell(topic, decision)
         else:
-            self._set(f"{topic}/{self.rank}", given)
-            self._wait({0: f"{topic}/come"}, topic, self._timeout_s)
-            # Rank 0 is there; it may have come just now, and waits as long for the others.
-            self._wait({0: f"{topic}/all"}, topic, self._timeout_s + work_s + _ANSWER_S)
-            decision = self._get(f"{topic}/all")
+            try:
+                decision = self._hear(topic, given, work_s)
+            except HoldfastError:
+                if cause is None:
+                    raise
+                decision = given
         if "error" in decision:
             raise error_from_json(decision["error"]) from cause
         return decision["value"]
@@ -137,34 +149,73 @@ class Rendezvous:
             for giver in ("come", "all", *range(1, self.world_size)):
                 self._store.delete_key(self._key(f"{topic}/{giver}"))
 
+    def _failure(self, topic: str, error: BaseException) -> dict[str, Any]:
+        """Describe an error of this rank, and how many ranks had failed before: what follows from it comes later."""
+        with suppress(HoldfastError):
+            number = self._ask(topic, self._store.add, self._key(f"{topic}/failed"), 1)
+            return {"code": code_id(), "error": error_to_ranks(error), "number": number}
+        return {"code": code_id(), "error": error_to_ranks(error)}
+
     def _decide(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        keys, late = {rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, None
         try:
-            self._wait({rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, topic, self._timeout_s)
-            given = [mine, *(self._get(f"{topic}/{rank}") for rank in range(1, self.world_size))]
-            _check_code([answer.get("code", "an older version") for answer in given])
-            failed = {rank: answer["error"] for rank, answer in enumerate(given) if "error" in answer}
+            try:
+                self._wait(keys, topic, self._timeout_s, hurry=f"{topic}/failed")
+            except HoldfastError as error:  # unless a rank has said why
+                keys, late = {rank: key for rank, key in keys.items() if self._has(key)}, error
+            given = {0: mine, **{rank: self._get(key) for rank, key in keys.items()}}
+            _check_code({rank: answer.get("code", "an older version") for rank, answer in given.items()})
+            failed = {rank: answer for rank, answer in given.items() if "error" in answer}
             if failed:
                 return {"error": _joined(failed, self.world_size)}
-            return {"value": decide([answer["value"] for answer in given])}
+            if late is not None:
+                raise late
+            return {"value": decide([answer["value"] for answer in given.values()])}
         except Exception as error:  # noqa: BLE001 - all ranks receive it
             return {"error": error_to_ranks(error)}
 
-    def _wait(self, keys: dict[int, str], topic: str, timeout_s: float) -> None:
+    def _tell(self, topic: str, decision: Mapping[str, Any]) -> None:
+        """Give a decision to all; of an error make sure that those who have come hear it."""
+        try:
+            self._set(f"{topic}/all", decision)
+            if "error" not in decision:
+                return
+            deadline = time.monotonic() + _HEARD_S
+            come = sum(self._has(f"{topic}/{rank}") for rank in range(1, self.world_size))
+            while self._ask(topic, self._store.add, self._key(f"{topic}/heard"), 0) < come:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_PAUSE_S[0])
+        except HoldfastError:
+            if "error" not in decision:  # else it is raised here
+                raise
+
+    def _hear(self, topic: str, given: Mapping[str, Any], work_s: float) -> Any:
+        """Give this rank's answer and return what rank 0 decides."""
+        failed = "error" in given
+        self._set(f"{topic}/{self.rank}", given)
+        self._wait({0: f"{topic}/come"}, topic, _GRACE_S if failed else self._timeout_s)
+        # Rank 0 is there; it may have come just now, and waits as long for the others.
+        self._wait({0: f"{topic}/all"}, topic, _GRACE_S if failed else self._timeout_s + work_s + _ANSWER_S)
+        decision = self._get(f"{topic}/all")
+        if "error" in decision:
+            with suppress(HoldfastError):  # rank 0 has waited long enough
+                self._ask(topic, self._store.add, self._key(f"{topic}/heard"), 1)
+        return decision
+
+    def _wait(self, keys: dict[int, str], topic: str, timeout_s: float, *, hurry: str | None = None) -> None:
+        """Wait for keys of ranks; for a moment only from when the key ``hurry`` is there."""
         deadline = time.monotonic() + timeout_s
         pause_s = _PAUSE_S[0]
         missing = dict(keys)
         while missing:
             # Before the look at the store: who leaves in order has given its word there first.
             vain = None if self.watch is None else self.watch()
-            try:
-                missing = {rank: key for rank, key in missing.items() if not self._store.check([self._key(key)])}
-                if missing and self._look is not None:
-                    self._look(missing)
-            except RuntimeError as error:
-                raise HoldfastError(
-                    f"the ranks cannot meet ({topic}): the store of the process group is gone, and with it the "
-                    f"process that held it, usually rank 0: {error}"
-                ) from error
+            missing = {rank: key for rank, key in missing.items() if not self._has(key)}
+            if missing and self._look is not None:
+                self._ask(topic, self._look, missing)
+            if missing and hurry is not None and self._has(hurry):
+                deadline, hurry = min(deadline, time.monotonic() + _GRACE_S), None
             if missing and vain is not None:
                 raise vain
             if missing and time.monotonic() > deadline:
@@ -181,10 +232,23 @@ class Rendezvous:
         return f"{self._prefix}/{key}"
 
     def _set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), json.dumps(value))
+        self._ask(key, self._store.set, self._key(key), json.dumps(value))
 
     def _get(self, key: str) -> Any:
-        return json.loads(self._store.get(self._key(key)))
+        return json.loads(self._ask(key, self._store.get, self._key(key)))
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(key, self._store.check, [self._key(key)]))
+
+    def _ask(self, topic: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call the store; its errors are translated here."""
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            raise HoldfastError(
+                f"the ranks cannot meet ({topic}): the store of the process group is gone, and with it the process "
+                f"that held it, usually rank 0: {error}"
+            ) from error
 
 
 def store_of_this_life(store: Any, info: RankInfo, *, timeout_s: float) -> Any:
@@ -214,7 +278,7 @@ def meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rende
     return Rendezvous(life.join(timeout_s), info, name=name, timeout_s=timeout_s, look=life.look)
 
 
-def _check_code(codes: Sequence[str]) -> None:
+def _check_code(codes: Mapping[int, str]) -> None:
     """Refuse ranks that run other code: what one says would mean something else to another.
 
     Raises:
@@ -222,7 +286,7 @@ def _check_code(codes: Sequence[str]) -> None:
     """
     # The digest decides: the same code may have come by another commit.
     digest = codes[0].rpartition(" ")[2]
-    others = {rank: code for rank, code in enumerate(codes) if code.rpartition(" ")[2] != digest}
+    others = {rank: code for rank, code in codes.items() if code.rpartition(" ")[2] != digest}
     if others:
         first = min(others)
         raise ConfigError(
@@ -232,12 +296,12 @@ def _check_code(codes: Sequence[str]) -> None:
         )
 
 
-def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """Join the errors of some ranks: the first error, with the ranks that have the same."""
-    first = failed[min(failed)]
-    same = [rank for rank, error in failed.items() if error["message"] == first["message"]]
+def _joined(failed: Mapping[int, Mapping[str, Any]], world_size: int) -> dict[str, Any]:
+    """Join the errors of some ranks: the one that came first, with the ranks that have the same."""
+    first = failed[min(failed, key=lambda rank: (failed[rank].get("number", world_size), rank))]["error"]
+    same = [rank for rank, answer in failed.items() if answer["error"]["message"] == first["message"]]
     if len(same) == world_size:
-        return first
+        return {**first}
     return {**first, "message": f"{rank_list(same)}: {first['message']}"}
 
 

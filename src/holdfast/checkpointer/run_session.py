@@ -16,9 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
-from holdfast._ranks import rank_list
 from holdfast.config import Keep, Mirror
-from holdfast.errors import CheckpointNotFoundError, ConfigError, DroppedSaveError, HoldfastError, StorageError
+from holdfast.errors import CheckpointNotFoundError, DroppedSaveError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.life import LifeReport, deaths_before
 from holdfast.state.save.snapshot import Snapshotter
@@ -52,7 +51,6 @@ _LOG = get_logger("checkpointer")
 _LEASE_S = 3600.0  # that the writer of a dead trainer may still take to finish
 _SNAPSHOTS = 1 << 40  # beyond the numbers of saves: whether a rank could keep one changes none of those
 _SAID_AGAIN_S = 300.0
-_VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +206,9 @@ class RunSession:
         self._take(RunOpened.from_json(found["opened"]))
         self.names = set(found["names"])
         if many:
-            self.meeting.agree(
-                "place",
-                lambda: sees(storage, mark, within_s=_VISIBLE_S),
-                lambda seen: _check_shared(seen, storage, mark),
-            )
+            from .rank_group import check_shared  # not above: most runs have one rank
+
+            check_shared(self.meeting, storage, mark)
         return self.opened
 
     def open_later(self, *, keep: Keep | None) -> Future[RunOpened]:
@@ -709,23 +705,3 @@ def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: st
     if not future.done():
         raise HoldfastError(f"no answer after {timeout_s:.0f} s{bound}: {storage.uri} is stuck or very slow")
     return future.result()
-
-
-def sees(storage: Storage, mark: str, *, within_s: float) -> bool:
-    """Look for a file that rank 0 has made; a network file system may show it a little later."""
-    until = time.monotonic() + within_s
-    while not (found := storage.exists(mark)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return found
-
-
-def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
-    storage.delete(mark)
-    storage.tidy(mark.partition("/")[0])
-    blind = [rank for rank, sees in enumerate(seen) if not sees]
-    if blind:
-        raise ConfigError(
-            f"{rank_list(blind)} cannot see what rank 0 writes to {storage.uri}: all ranks save parts of the same "
-            "checkpoints, so the run needs a place that all machines share: a network file system, or remote storage "
-            "such as s3://bucket/run"
-        )

@@ -244,7 +244,7 @@ class _Generators:
         for _ in range(num_seeds):
             if torch.equal(generator.get_state(), now.torch):
                 return True
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
         return torch.equal(generator.get_state(), now.torch)
 
 

@@ -222,7 +222,7 @@ def _mean(
     buffer = bytearray(min(math.prod(like.shape), _AT_ONCE) * max(size for _, _, size, _ in stored))
     for window in windows(like.shape, _AT_ONCE):
         count = math.prod(window.shape)
-        total = torch.zeros(count, dtype=wide)
+        total = torch.zeros(count, dtype=wide, device="cpu")
         for boxes, kind, size, share in stored:
             view = memoryview(buffer)[: count * size]
             if share:  # 0 times NaN is NaN
@@ -567,7 +567,7 @@ def _numpy_of(name: str) -> tuple[Any, torch.dtype | None]:
     dtype = arrays.dtype_of(name)
     wide = torch.complex64 if dtype.is_complex else torch.float32
     try:
-        torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype).to(wide)
+        torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(wide)
     except (RuntimeError, TypeError):
         return None, None
     return np.dtype(np.complex64 if dtype.is_complex else np.float32), dtype

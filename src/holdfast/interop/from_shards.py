@@ -422,7 +422,7 @@ def _range(name: str, pieces: list[Piece], start: int, size: int) -> list[Piece]
 
 def _blob(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> Blob:
     if not pieces:
-        pieces = [(torch.empty(0), [])]
+        pieces = [(torch.empty(0, device="cpu"), [])]
     first = pieces[0][0]
     have = sum(tensor.numel() for tensor, _ in pieces)
     if have < prod(shape):

@@ -151,7 +151,7 @@ class OpenedCheckpoint:
     def read(self, stand_in: torch.Tensor) -> torch.Tensor:
         """Read the whole tensor that a stand-in stands for."""
         data = bytearray().join(bytes(part) for part in self.blob(stand_in).parts())
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(stand_in.dtype).view(stand_in.shape)
 
     def exported(self, ref: TensorRef) -> Blob:

@@ -120,7 +120,7 @@ def _fix(model: DistributedDataParallel) -> bool:
     if anywhere.item():
         return False
     with torch.enable_grad(), _set_aside(model, parameters):
-        model(torch.zeros(())).backward()
+        model(torch.zeros((), device=anywhere.device)).backward()
     return True
 
 

@@ -162,6 +162,6 @@ def _difference(a: Any, b: Any) -> str:
         wrong = (left != right).any(dim=1).nonzero().flatten().tolist()
         first = wrong[0]
         values = [x.detach().cpu().contiguous().reshape(-1)[first].item() for x in (a, b)]
-        index = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []
+        index = [int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), a.shape)] if a.dim() else []
         return f"{len(wrong)} of {a.numel()} elements differ, first at {index}: {values[0]!r} != {values[1]!r}"
     return f"{_short(a)} != {_short(b)}"

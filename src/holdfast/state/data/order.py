@@ -197,9 +197,10 @@ class MapOrder:
         done = 0
         while done < wanted:
             if sampler.replacement:
-                stretch = torch.randint(length, (min(_SAMPLES_AHEAD, wanted - done),), generator=generator)
+                num_draws = min(_SAMPLES_AHEAD, wanted - done)
+                stretch = torch.randint(length, (num_draws,), generator=generator, device="cpu")
             else:
-                stretch = torch.randperm(length, generator=generator)[: wanted - done]
+                stretch = torch.randperm(length, generator=generator, device="cpu")[: wanted - done]
             left_out = min(len(stretch), max(0, skip - done))
             if left_out and seen is not None:
                 seen.update(stretch[:left_out].tolist())
@@ -262,7 +263,8 @@ class MapOrder:
         length = self._num_samples()
         if self.recipe["order"] == "sequence":
             return range(length)
-        return torch.randperm(length, generator=torch.Generator().manual_seed(int(self.recipe["seed"])))
+        generator = torch.Generator().manual_seed(int(self.recipe["seed"]))
+        return torch.randperm(length, generator=generator, device="cpu")
 
     def _slices(self, mine: Any) -> Iterator[list[Any]]:
         size = self._batch_size or 1
@@ -363,7 +365,7 @@ class Split:
         # Only the last round can lack a sample.
         filling = order[(start + self.rank + len(mine) * self.num_ranks - length) % length]
         if isinstance(mine, torch.Tensor):
-            return torch.cat([mine, torch.as_tensor(filling).view(1)])
+            return torch.cat([mine, torch.as_tensor(filling, device=mine.device).view(1)])
         return [*mine, int(filling)]
 
     def deal(self, drawn: Iterator[_T], start: int) -> Iterator[_T]:

@@ -279,7 +279,7 @@ def _resized(module: nn.Module, raw: Mapping[str, Any], stored: Mapping[str, Ten
             trial = copy.deepcopy(part, memo)
             values: Any = OrderedDict((key.removeprefix(prefix), have[key]) for key in have if key not in stored)
             for key in stored.keys() & have.keys():
-                zeros = torch.zeros(stored[key].shape, dtype=arrays.dtype_of(stored[key].dtype))
+                zeros = torch.zeros(stored[key].shape, dtype=arrays.dtype_of(stored[key].dtype), device="cpu")
                 values[key.removeprefix(prefix)] = zeros
             values._metadata = getattr(trial.state_dict(), "_metadata", None)
             nn.Module.load_state_dict(trial, values, strict=False)
@@ -696,7 +696,7 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
 def _first(optimizer: Optimizer) -> torch.Tensor:
     """Return the first parameter: its device is that of what belongs to none."""
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return next(params, torch.empty(0))
+    return next(params, torch.empty(0, device="cpu"))
 
 
 def _unused(plan: MatchPlan, names: set[str], path: str) -> None:

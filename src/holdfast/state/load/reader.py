@@ -253,7 +253,9 @@ class _FileJob:
         total, groups = 0, list(_groups(rows))
         for number, group in enumerate(groups, 1):
             self.later = groups[number].heads[0].offset if number < len(groups) else sys.maxsize
-            memories = {at: torch.empty(group.heads[at].nbytes, dtype=torch.uint8) for at in group.detours}
+            memories = {
+                at: torch.empty(group.heads[at].nbytes, dtype=torch.uint8, device="cpu") for at in group.detours
+            }
             for at, memory in memories.items():
                 group.places[at] = memory.data_ptr()
             total += self.read(group.heads, group.places)

@@ -98,9 +98,10 @@ class ChunkNumbers:
             if row.nbytes and first is not None:
                 starts.append(first + row.offset // CHUNK)
                 stops.append(first + num_chunks(min(row.offset + row.nbytes, self.sizes[row.file])))
-        edges = torch.zeros(self.total + 1, dtype=torch.int32)
-        edges.index_add_(0, torch.tensor(starts, dtype=torch.long), torch.ones(len(starts), dtype=torch.int32))
-        edges.index_add_(0, torch.tensor(stops, dtype=torch.long), -torch.ones(len(stops), dtype=torch.int32))
+        edges = torch.zeros(self.total + 1, dtype=torch.int32, device="cpu")
+        for places, change in ((starts, 1), (stops, -1)):
+            changes = torch.full((len(places),), change, dtype=torch.int32, device="cpu")
+            edges.index_add_(0, torch.tensor(places, dtype=torch.long, device="cpu"), changes)
         return (edges.cumsum(0)[:-1] > 0).to(torch.uint8)
 
     def divide(self, wants: Sequence[torch.Tensor]) -> list[Block]:

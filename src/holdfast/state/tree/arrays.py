@@ -247,7 +247,7 @@ def array_to_tensor(array: Any, path: str) -> tuple[torch.Tensor, dict[str, Any]
         flat = flat.copy()
     extra = {"dt": array.dtype.str, "sh": list(array.shape)}
     if flat.nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8), extra
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), extra
     try:
         return torch.from_numpy(flat.reshape(array.shape)), extra
     except (TypeError, ValueError):  # a dtype torch lacks (dates, text, foreign byte order): its bytes
@@ -356,7 +356,7 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
         return value
     if hasattr(value, "local_shards"):
         shards = value.local_shards()
-        return shards[0].tensor.detach() if shards else torch.empty(0)
+        return shards[0].tensor.detach() if shards else torch.empty(0, device="cpu")
     return local_of(value)
 
 

@@ -376,7 +376,7 @@ def apply_groups(optimizer: Optimizer, rows: list[list[str]], saved: list[dict[s
             if any(not _same(values[0], other) for other in values[1:]):
                 problems.append(f"param_groups[{number}].{key}: saved groups disagree ({values}); live value kept")
             elif isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(torch.as_tensor(values[0]))
+                group[key].copy_(torch.as_tensor(values[0], device="cpu"))
             elif isinstance(values[0], torch.Tensor) and isinstance(group.get(key), (int, float)):
                 group[key] = values[0].item()  # whether lr is a tensor is a choice of implementation, too
             else:
@@ -386,7 +386,7 @@ def apply_groups(optimizer: Optimizer, rows: list[list[str]], saved: list[dict[s
 
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(left), torch.as_tensor(right)))
+        return bool(torch.equal(torch.as_tensor(left, device="cpu"), torch.as_tensor(right, device="cpu")))
     return bool(left == right)
 
 

@@ -144,7 +144,8 @@ def _of_shards(value: Any) -> Parts:
     shape, spread = tuple(value.size()), _sharded_spread(value)
     rows: Parts = [(Region(shape, _shard_box(shard), spread), shard.tensor.detach()) for shard in value.local_shards()]
     nothing = (0,) * len(shape)
-    return rows or [(Region(shape, Box(nothing, nothing), spread), torch.empty(nothing, dtype=value.dtype))]
+    empty = torch.empty(nothing, dtype=value.dtype, device="cpu")
+    return rows or [(Region(shape, Box(nothing, nothing), spread), empty)]
 
 
 def empty_alike(value: Any, device: torch.device) -> Any:

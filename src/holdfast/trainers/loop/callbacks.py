@@ -154,7 +154,7 @@ class _MetricStopper(Callback):
     def _beats(self, value: float, other: float) -> bool:
         if callable(self._comp):
             try:
-                return bool(self._comp(*torch.tensor([value, other], dtype=torch.float64)))
+                return bool(self._comp(*torch.tensor([value, other], dtype=torch.float64, device="cpu")))
             except TypeError:  # of numbers, such as a function that rounds them
                 return bool(self._comp(value, other))
         return value < other if self._comp.lower() in _FALLS else value > other

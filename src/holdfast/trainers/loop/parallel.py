@@ -116,7 +116,7 @@ class Ranks:
         """Add up numbers of the host over all ranks."""
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
         dist.all_reduce(tensor, group=self._host_group)
         return tensor.tolist()
 

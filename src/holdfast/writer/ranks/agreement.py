@@ -68,6 +68,10 @@ _ALL_MAKE_IT = (
     "Every rank has to make every save, in the same order, and to call ck.report() too, which saves a step for a "
     "metric that keep= ranks by; for a save that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
 )
+_ALL_COUNT_ALIKE = (
+    "Where some ranks have more batches than others (Join, a split of one's own), let all stop after as many: "
+    "ck.batches(loader) deals out equally many"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -420,9 +424,10 @@ def _gone(place: tuple[str, int | None], rank: int, why: str) -> str:
 
 
 def _disagreement(rank: int, place: tuple[str, int | None], state: _Save) -> str:
+    counts = "" if place[1] == state.place[1] else f" {_ALL_COUNT_ALIKE}"
     return (
         f"the ranks do not save the same: rank {rank} saves {_place(place)} where rank {state.first} saves "
-        f"{_place(state.place)}. {_ALL_MAKE_IT}"
+        f"{_place(state.place)}. {_ALL_MAKE_IT}{counts}"
     )
 
 
