@@ -74,8 +74,9 @@ _HERE = Path(__file__).parent
 _FOLDERS = [_HERE / folder for folder in ("kits", "crash", "trainers/loop")]
 _CASES = (
     "crash/crash_scenarios", "crash/handed_scenarios", "crash/sleeper_scenarios", "frameworks/shared/shard_cases",
-    "kits/guard_training", "ranks/fault_cases", "ranks/joint_cases", "ranks/rescue_cases",
-    "remote/staged_rank_cases", "trainers/loop/rank_cases", "trainers/loop/sharded_cases",
+    "kits/guard_training", "ranks/different_cases", "ranks/fault_cases", "ranks/joint_cases", "ranks/rescue_cases",
+    "ranks/resplit_cases", "ranks/wrapped_cases", "remote/staged_rank_cases", "trainers/loop/rank_cases",
+    "trainers/loop/sharded_cases",
 )  # fmt: skip
 
 
