@@ -21,11 +21,13 @@ from holdfast.storage import LocalStorage, resolve
 from holdfast.storage.object.client import UnfinishedUploads
 from holdfast.testing import Fault, FaultProxy
 
-# The largest goes through the windows of a copy more than once.
-BIG = tuple(
-    Shape(f"{item}/w", (rows, 1_000_000), bytes(range(251)) * (rows * 15_000))
-    for item, rows in (("model", 10), ("ema", 3), ("optimizer", 3))
-)
+
+def big() -> tuple[Shape, ...]:
+    """Tensors of which the largest goes through the windows of a copy more than once."""
+    return tuple(
+        Shape(f"{item}/w", (rows, 1_000_000), bytes(range(251)) * (rows * 15_000))
+        for item, rows in (("model", 10), ("ema", 3), ("optimizer", 3))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_requests_that_fail_change_nothing(run, root, proxy, tmp_path) -> None:
 
 def test_a_killed_push_goes_on_and_complete_objects_are_not_sent_again(root, proxy, tmp_path) -> None:
     """Kill -9 in the middle: no checkpoint there, and the second push finds what was complete."""
-    made = build(LocalStorage(tmp_path), "c", tensors=BIG)
+    made = build(LocalStorage(tmp_path), "c", tensors=big())
     reached = threading.Event()
 
     def hold(_one: object) -> bool:
@@ -148,7 +150,7 @@ def test_ls_and_show_read_only_small_files(run, root, proxy) -> None:
     as_json("push", run.uri, f"{root}/runs")
     storage = resolve(f"{root}/own")
     for number in range(3):
-        build(storage, f"c{number}", tensors=(*MODEL, *BIG), step=number)
+        build(storage, f"c{number}", tensors=(*MODEL, *big()), step=number)
     # Without an index: manifest and late metrics of each checkpoint, and five requests more.
     for most, *command in (
         (4, "ls", f"{root}/runs/gpt"),
@@ -167,7 +169,7 @@ def test_ls_and_show_read_only_small_files(run, root, proxy) -> None:
 
 def test_verify_without_deep_reads_no_tensor(root, proxy) -> None:
     """Sizes alone; with --deep all bytes, once."""
-    manifest = build(resolve(root), "c", tensors=BIG)
+    manifest = build(resolve(root), "c", tensors=big())
     for flag, most in (("--no-deep", 1_500_000), ("--deep", manifest.total_bytes + 1_500_000)):
         proxy.forget()
         assert as_json("verify", f"{root}/c", flag)["ok"]

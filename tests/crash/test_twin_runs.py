@@ -123,7 +123,13 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("what", MUTATIONS)
+# One of each way to drop one; that each item is restored, and by name, is shown by tests of its own.
+QUICK = {"one parameter", "scaler", "user counters", "torch generator", "data position", "epoch"}
+
+
+@pytest.mark.parametrize(
+    "what", [what if what in QUICK else pytest.param(what, marks=pytest.mark.slow) for what in MUTATIONS]
+)
 def test_a_dropped_item_is_named(tmp_path, what):
     """Whatever single item is not restored: the twin run fails and names exactly it."""
     adjust, expected = MUTATIONS[what]

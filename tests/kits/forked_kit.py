@@ -50,6 +50,7 @@ WRITERS = ("-I", "-S")  # the options of a writer's interpreter (`holdfast.write
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LIMIT_S = 60.0
+_LIBRARY = sysconfig.get_path("stdlib")  # here, once: each fork would read for it how Python was built
 _TESTS = str(Path(__file__).resolve().parents[1])
 _REAL = subprocess.Popen
 _numbers = itertools.count()
@@ -373,8 +374,7 @@ def _run(program: list[str], *, is_isolated: bool) -> int:
     is_code = program[0] == "-c"
     first = next(weakref.finalize._index_iter)  # type: ignore[attr-defined]
     if is_isolated:
-        library = sysconfig.get_path("stdlib")
-        sys.path[:] = [path for path in sys.path if path == library or path.endswith((".zip", "/lib-dynload"))]
+        sys.path[:] = [path for path in sys.path if path == _LIBRARY or path.endswith((".zip", "/lib-dynload"))]
     else:
         paths = [entry for entry in sys.path if not entry.startswith(_TESTS)]
         own = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))

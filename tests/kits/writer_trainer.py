@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import writer_kit as kit
@@ -13,7 +14,11 @@ import writer_kit as kit
 from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
 
-CONTENTS = [kit.noise(1, 48 * kit.MIB), kit.noise(2, 70_000)]
+
+@cache
+def contents() -> list[bytes]:
+    """What is saved; not made by an import: a process of tests that holds much is slow to fork."""
+    return [kit.noise(1, 48 * kit.MIB), kit.noise(2, 70_000)]
 
 
 def say(*words: object) -> None:
@@ -30,9 +35,9 @@ def main(mode: str, root: str) -> None:
     start_id = f"{os.getpid():08x}"
     fields = {"run_id": opened.run_id, "attempt": opened.attempt}
     if mode in ("sealed", "fork"):
-        arena = kit.fill(CONTENTS)
+        arena = kit.fill(contents())
         arena.prefault()
-        job = kit.make_job(CONTENTS, start_id=start_id, run=True, manifest=fields)
+        job = kit.make_job(contents(), start_id=start_id, run=True, manifest=fields)
         if mode == "fork" and os.fork() == 0:
             say("child", os.getpid(), *held())
             sys.stdin.readline()
@@ -40,28 +45,28 @@ def main(mode: str, root: str) -> None:
         client.submit(storage, job, [b"{}"], arena)
         say("submitted", job.directory)
     elif mode == "filling":
-        arena = kit.fill(CONTENTS)
-        job = kit.make_job(CONTENTS, start_id=start_id, run=True, manifest=fields)
+        arena = kit.fill(contents())
+        job = kit.make_job(contents(), start_id=start_id, run=True, manifest=fields)
         future = client.submit(storage, job, [b"{}"], arena, filled=0)
         client.fill(future, 16 * kit.MIB)
         say("submitted", job.directory)
     elif mode == "unsealed":
-        arena = kit.fill(CONTENTS)
-        job = kit.make_job(CONTENTS, start_id=start_id, run=True, windowed=True, manifest=fields)
+        arena = kit.fill(contents())
+        job = kit.make_job(contents(), start_id=start_id, run=True, windowed=True, manifest=fields)
         future = client.submit(storage, job, [b"{}"], arena)
         window = client.window(future, file_no=0, file_offset=0, arena_offset=0, nbytes=32 * kit.MIB)
         window.result(30)
         say("submitted", job.directory)
     elif mode == "intake":
         incoming = Path(root, f".incoming-{start_id}")
-        files = {f"{rank}.bin": content for rank, content in enumerate(CONTENTS)}
+        files = {f"{rank}.bin": content for rank, content in enumerate(contents())}
         sources = {rank: kit.make_files(incoming / f"1-{rank}", files) for rank in (0, 1)}
         intake = kit.make_intake(sources, owned=True, start_id=start_id, run=True, **fields)
         client.ingest(storage, intake)
         say("submitted", intake.directory)
     elif mode == "part":
-        arena = kit.fill(CONTENTS)
-        job = kit.make_job(CONTENTS, start_id=start_id, part=True, manifest=fields)
+        arena = kit.fill(contents())
+        job = kit.make_job(contents(), start_id=start_id, part=True, manifest=fields)
         client.submit(storage, job, [b"{}"], arena)
         say("submitted", job.save_id)
     time.sleep(60)

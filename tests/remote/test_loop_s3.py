@@ -196,6 +196,7 @@ trainer.fit()
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_a_killed_trainer_is_uploaded_all_the_same(proxy: FaultProxy, tmp_path: Path, suffix: str) -> None:
     """SIGKILL while the bucket holds the first upload up: all that was saved arrives, in order, and no copy stays."""

@@ -35,7 +35,15 @@ from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree import rng
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+def sweep(workers, number):
+    """Leave a kind of workers to the sweep: that a test beside this one has it is enough for every day."""
+    return [
+        pytest.param(*one.values, id=one.id, marks=pytest.mark.slow if at == number else ())
+        for at, one in enumerate(workers)
+    ]
+
+
+@pytest.mark.parametrize("workers", sweep(WORKERS, 2))
 def test_three_resumes_in_one_epoch_give_every_sample_once(workers):
     """Ids over four lives of a shuffled epoch equal those of one life: each sample once, in the same batches."""
 
@@ -59,7 +67,7 @@ def test_workers_may_change_between_lives():
     assert drawn == whole
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", sweep(WORKERS, 1))
 def test_epochs_differ_in_order_and_have_full_length_also_after_a_resume(workers):
     """One loader object gives complete epochs in different orders, resumed in the first or not."""
 

@@ -139,7 +139,8 @@ def over(**options):
 STATEFUL = [
     pytest.param(lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True), True, id="map"),
     pytest.param(
-        lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True, num_workers=2), True, id="map 2 workers"
+        lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True, num_workers=2), True, id="map 2 workers",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         lambda: StatefulDataLoader(Augmented(), batch_size=4, shuffle=True, collate_fn=as_list), True, id="aug"
@@ -169,7 +170,7 @@ STATEFUL = [
     pytest.param(over(batch_size=None, sampler=Shuffling()), True, id="sampler without batches"),
     pytest.param(over(batch_sampler=BatchSampler(Shuffling(), 4, False)), True, id="batch sampler"),
     pytest.param(over(batch_sampler=Buckets()), True, id="buckets"),
-    pytest.param(over(batch_sampler=Buckets(), num_workers=2), True, id="buckets 2 workers"),
+    pytest.param(over(batch_sampler=Buckets(), num_workers=2), True, id="buckets 2 workers", marks=pytest.mark.slow),
     pytest.param(
         over(batch_sampler=BatchSampler(Shuffling(), 4, False), num_workers=2, persistent_workers=True), True,
         id="batch sampler 2 persistent workers",

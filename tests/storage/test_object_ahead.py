@@ -11,7 +11,13 @@ import pytest
 from holdfast.storage.object.object_storage import _MAX_BYTES, _PIECE, Ahead
 
 SIZE = 120 << 20
-SOURCE = bytes(range(251)) * (SIZE // 251 + 1)
+_PATTERN = bytes(range(251)) * (40 << 10)
+
+
+def source(begin: int, end: int) -> bytes:
+    """Bytes of the object, which is not held whole: a process of tests that holds much is slow to fork."""
+    assert end - begin < len(_PATTERN) - 251
+    return _PATTERN[begin % 251 : begin % 251 + end - begin]
 
 
 @pytest.fixture
@@ -23,7 +29,7 @@ def reads():
 def ahead(reads):
     def read(offset: int, view: memoryview) -> None:
         reads.append((offset, len(view)))
-        view[:] = SOURCE[offset : offset + len(view)]
+        view[:] = source(offset, offset + len(view))
 
     with ThreadPoolExecutor(4) as pool:
         yield Ahead(read, lambda: pool)
@@ -35,7 +41,7 @@ def test_what_was_asked_for_is_taken_once(ahead, reads) -> None:
     found = bytearray(1 << 20)
     for start in range(1000, 1000 + (20 << 20), 1 << 20):
         assert ahead.take(start, memoryview(found)) == 1 << 20
-        assert found == SOURCE[start : start + (1 << 20)]
+        assert found == source(start, start + (1 << 20))
     assert sorted(reads) == [(1000, _PIECE), (1000 + _PIECE, _PIECE), (1000 + 2 * _PIECE, 4 << 20)]
     assert ahead.take(1000, memoryview(found)) == 0
     assert ahead.take(50 << 20, memoryview(found)) == 0
@@ -46,7 +52,7 @@ def test_only_the_head_may_be_there(ahead) -> None:
     ahead.ask(0, 1000)
     found = bytearray(3000)
     assert ahead.take(500, memoryview(found)) == 500
-    assert found[:500] == SOURCE[500:1000]
+    assert found[:500] == source(500, 1000)
 
 
 def test_memory_is_bounded(ahead, reads) -> None:
@@ -58,7 +64,7 @@ def test_memory_is_bounded(ahead, reads) -> None:
     assert sum(length for _, length in reads) == _MAX_BYTES
     ahead.ask(_MAX_BYTES, _PIECE)
     assert ahead.take(_MAX_BYTES, memoryview(found)) == _PIECE
-    assert found == SOURCE[_MAX_BYTES : _MAX_BYTES + _PIECE]
+    assert found == source(_MAX_BYTES, _MAX_BYTES + _PIECE)
 
 
 def test_a_read_that_fails_is_left_to_the_caller() -> None:
@@ -87,7 +93,7 @@ def test_threads_that_overlap_never_see_other_bytes(ahead) -> None:
             found = bytearray(chance.randrange(1, 2 << 20))
             for begin in (start + chance.randrange(1 << 20), start):
                 done = ahead.take(begin, memoryview(found))
-                if found[:done] != SOURCE[begin : begin + done]:
+                if found[:done] != source(begin, begin + done):
                     wrong.append(begin)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]

@@ -57,7 +57,7 @@ def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: lis
     assert Checkpoint.at(storage, directory).verify().ok
     stored = kit.stored(storage, directory)
     assert {name: stored[name] for name in ("0.bin", "1.bin")} == {
-        f"{number}.bin": content for number, content in enumerate(writer_trainer.CONTENTS)
+        f"{number}.bin": content for number, content in enumerate(writer_trainer.contents())
     }
     run = json.loads(storage.read("run.json"))
     assert [row[0] for row in run["rows"]] == [directory]
@@ -73,7 +73,7 @@ def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: lis
         driver.commit_parts(storage, job).result(30)
         assert wait_gone(writer)
     assert Checkpoint.at(storage, "step_00000001").verify().ok
-    assert writer_trainer.CONTENTS[0] in kit.stored(storage, "step_00000001").values()
+    assert writer_trainer.contents()[0] in kit.stored(storage, "step_00000001").values()
 
 
 def test_a_part_whose_writer_died_too_is_swept(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:

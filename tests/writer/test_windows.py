@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.conversation import PendingCall
 
-CONTENTS = [kit.noise(1, 9 * kit.MIB + 4097), b"", kit.noise(2, 5), kit.noise(3, 2 * kit.MIB)]
+
+@cache
+def contents() -> list[bytes]:
+    return [kit.noise(1, 9 * kit.MIB + 4097), b"", kit.noise(2, 5), kit.noise(3, 2 * kit.MIB)]
 
 
 def stream(
@@ -52,14 +56,14 @@ def test_windows_give_the_files_of_one_big_arena(tmp_path: Path, kind: str, *, p
     storage: Storage = LocalStorage(tmp_path) if kind == "process" else MemoryStorage(f"windows-{padded}")
     with WriterClient.start(storage) as client:
         assert (client.process_id is None) == (kind == "thread")
-        with kit.fill(CONTENTS) as arena:
-            job = kit.make_job(CONTENTS)
+        with kit.fill(contents()) as arena:
+            job = kit.make_job(contents())
             client.submit(storage, job, [b"{}"], arena).result(60)
             whole = Checkpoint.at(storage, job.directory).manifest
         with Arena.create(2 * kit.MIB) as arena:
-            job = kit.make_job(CONTENTS, step=2, windowed=True)
+            job = kit.make_job(contents(), step=2, windowed=True)
             future = client.submit(storage, job, [b"{}"], arena)
-            stream(client, future, arena, CONTENTS, padded=padded)
+            stream(client, future, arena, contents(), padded=padded)
             client.seal(future)
             result = future.result(60)
     manifest = Checkpoint.at(storage, job.directory).manifest
@@ -67,7 +71,7 @@ def test_windows_give_the_files_of_one_big_arena(tmp_path: Path, kind: str, *, p
         (e.size, e.digest, e.chunks and e.chunks[1]) for e in whole.files if e.role == "tensors"
     ]
     assert result.bytes_written == manifest.total_bytes
-    for plan, content in zip(job.files, CONTENTS, strict=True):
+    for plan, content in zip(job.files, contents(), strict=True):
         assert storage.read(f"{job.directory}/{plan.path}") == content
 
 
