@@ -74,8 +74,7 @@ def start_trainer(mode: str, root: Path) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
-        process_group=0 if sys.version_info >= (3, 11) else None,
-        start_new_session=sys.version_info < (3, 11),
+        **({"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}),
     )
 
 

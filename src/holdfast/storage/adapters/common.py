@@ -71,7 +71,8 @@ _DENIED_NAMES = frozenset(
         "PartialCredentialsError",
     }
 )
-_GONE_NAMES = frozenset({"EOFError", "SSHException"})  # how paramiko says that the connection broke
+# The first two are how paramiko says that the connection broke; asyncio's own TimeoutError is another in Python 3.10.
+_GONE_NAMES = frozenset({"EOFError", "SSHException", "TimeoutError"})
 _MISSING_NAMES = frozenset({"ContainerDoesNotExistError", "ObjectDoesNotExistError"})
 _DENIED = re.compile(
     r"\b(?:http|status|status code|code|error)\b[^\w]{0,8}(?:401|403)\b|\bforbidden\b|access.?denied"
@@ -109,7 +110,7 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
     if isinstance(error, NotImplementedError):
         return StorageError(f"{head}; this file system cannot do that: use another one for checkpoints")
-    is_gone = names & _GONE_NAMES or any(isinstance(link, (ConnectionError, TimeoutError)) for link in chain)
+    is_gone = names & _GONE_NAMES or any(isinstance(link, ConnectionError) for link in chain)
     return (StorageUnavailableError if is_gone else StorageError)(f"{head} ({type(error).__name__})")
 
 
