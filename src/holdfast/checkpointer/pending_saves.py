@@ -49,10 +49,8 @@ _LOG = get_logger("checkpointer")
 
 
 def _step_not_saved(save: RunSave, error: BaseException) -> str:
-    if isinstance(error, DroppedSaveError):
-        return f"step {save.step} was NOT saved: {error}; older checkpoints are untouched, training goes on"
-    why = state_of(error)
-    return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
+    why = f": {error}" if isinstance(error, DroppedSaveError) else f", {state_of(error)} ({error})"
+    return f"step {save.step} was NOT saved{why}; older checkpoints are untouched"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +69,7 @@ class RunSave:
         follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
             nothing is done, the session gave the name, and its steps are measured.
         committed: called, in `PendingSaves.settle`, with the outcome of a good end.
-        lost: called there with the error of a bad end; returns what is logged, if training goes on.
+        lost: called there with the error of a bad end; returns what is logged of it, if that does not end the training.
         checkpoint_id: of the checkpoint; None for a file, which has none.
         future: resolves when it is committed, and what ``follow`` does is done.
         begun: when the save began, by `time.perf_counter`.
@@ -273,16 +271,15 @@ class PendingSaves:
         if isinstance(error, DroppedSaveError):
             self.wants_another = True
             if not self._rank:
-                _LOG.warning("%s", message)
+                _LOG.warning("%s; training goes on", message)
             return
         if not isinstance(error, TRANSIENT_ERRORS):
             raise error
         # "wait" tries the same step again; its own timeout bounds that.
         self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
         if not (self._rank or self.wants_retry):  # rank 0, or alone: all ranks lose the same save; a retry is not said
-            if self.on_full == "wait":
-                message = message.replace("training goes on", "training is held until it can be saved, up to timeout_s")
-            _LOG.warning("%s (save %d in a row)", message, self.lost.in_a_row)
+            what_next = "is held until it can be saved, up to timeout_s" if self.on_full == "wait" else "goes on"
+            _LOG.warning("%s; training %s (save %d in a row)", message, what_next, self.lost.in_a_row)
         self.wants_retry = self.on_full == "wait"
 
 
@@ -397,7 +394,8 @@ class LostSaves:
         if limit == 1:
             raise error
         if limit is not None and self.in_a_row >= limit:
-            raise passing_error(error, f"{limit} saves in a row were lost, {state_of(error)} ({error})") from error
+            lost = f"{self.in_a_row} saves in a row were lost, {state_of(error)} ({error})"
+            raise passing_error(error, lost) from error
 
 
 def state_of(error: BaseException | None) -> str:

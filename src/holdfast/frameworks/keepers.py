@@ -340,7 +340,7 @@ class DirectoryCheckpoints:
         self._drop_lost()
         self._lost = LostCheckpoint.of(source, staged, name=save.name, step=save.step, error=error)
         self._of_step = {step: name for step, name in self._of_step.items() if name != save.name}
-        return f"{self._lost.what}; training goes on"
+        return self._lost.what
 
     def _drop_lost(self) -> None:
         """Remove what is left of a lost checkpoint: a newer one has taken its place."""

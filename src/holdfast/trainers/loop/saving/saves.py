@@ -204,7 +204,7 @@ class AsyncSaver:
 
 
 def _say_lost(save: RunSave, error: BaseException) -> str:
-    return f"a checkpoint was NOT saved, {state_of(error)} ({error}); older ones are untouched, training goes on"
+    return f"a checkpoint was NOT saved, {state_of(error)} ({error}); older ones are untouched"
 
 
 @contextlib.contextmanager
