@@ -46,7 +46,7 @@ def test_a_lost_save_is_nobodys_parent(caplog: pytest.LogCaptureFixture) -> None
     assert (saves.parent, saves.last_step, saves.last_name, saves.busy) == ("id1", 1, "s1", False)
     assert saves.is_lost("s2")
     assert not saves.is_lost("s1")
-    assert "s2 is lost (save 1 in a row)" in caplog.text
+    assert "s2 is lost; training goes on (save 1 in a row)" in caplog.text
 
 
 def test_a_file_is_no_parent() -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import holdfast as hf
+from holdfast.interop import unpickle
 from holdfast.interop.unpickle import read_metadata, read_torch, read_torch_stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -197,11 +199,19 @@ def test_structured_arrays_alone_are_left_out(tmp_path, kind) -> None:
     assert back["array"].tolist() == [0, 1, 2]
 
 
-def test_arrays_that_are(tmp_path) -> None:
-    """Arrays and scalars of NumPy come along, also from a file that only the careful reader reads."""
+@pytest.mark.parametrize(
+    "allowed",
+    [unpickle._get_allowed_globals(), {"collections.OrderedDict": OrderedDict}],
+    ids=["this torch", "as torch 2.4"],
+)
+def test_arrays_that_are(tmp_path, monkeypatch, allowed) -> None:
+    """Arrays and scalars of NumPy, bytes and sets come along, also from a file that only the careful reader reads."""
+    monkeypatch.setattr(unpickle, "_get_allowed_globals", lambda: allowed)
+    monkeypatch.setattr(unpickle, "_plain_globals", unpickle._plain_globals.__wrapped__)
     kinds = ["?", "i1", ">i4", "f2", ">f8", "c8", "M8[ns]", "m8[s]", "S3", "U4"]
     values = {kind: np.arange(4).reshape(2, 2).astype("i8" if kind[0] in "mM" else kind).astype(kind) for kind in kinds}
     found = {"arrays": values, "scalars": {kind: array[1, 1] for kind, array in values.items()}, "it": Bomb()}
+    found["plain"] = [b"\xff", {1}, 1j]
     torch.save(found, tmp_path / "a.pt")
     read = watched(lambda: read_torch(str(tmp_path / "a.pt")))
     for kind, array in values.items():
@@ -210,6 +220,7 @@ def test_arrays_that_are(tmp_path) -> None:
         assert read["scalars"][kind] == array[1, 1]
         assert type(read["scalars"][kind]) is type(array[1, 1])
     assert np.dtype("f8").isnative
+    assert read["plain"] == found["plain"]
 
 
 def test_programs(tmp_path) -> None:

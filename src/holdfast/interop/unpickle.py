@@ -8,6 +8,7 @@ place.
 
 from __future__ import annotations
 
+import _codecs
 import datetime
 import io
 import os
@@ -197,6 +198,9 @@ def _plain_globals() -> dict[str, Any]:
     """Return the classes and functions that build plain data: those of torch's own reader, and a few more."""
     known: dict[str, Any] = {
         **_get_allowed_globals(),
+        "_codecs.encode": _codecs.encode,  # makes bytes; these three are new in torch 2.5
+        "builtins.set": set,
+        "builtins.complex": complex,
         "builtins.bytearray": _bytearray,
         "collections.deque": deque,
         "collections.defaultdict": defaultdict,
