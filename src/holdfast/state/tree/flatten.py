@@ -311,6 +311,11 @@ class _Walker:
             held = True
         if self.shared and held:
             self.inner.append(added)
+        if self.regions is not None and kind == "object":
+            from . import sharded  # not above: few states have such tensors
+
+            if layouts := sharded.layouts_of(state, name):
+                node["spread"] = layouts
         self.within = outside
         return node
 
@@ -344,8 +349,11 @@ class _Walker:
         named, start = objects.to_named(optimizer, rows), len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
-        if self.regions is not None and (layouts := objects.odd_layouts(optimizer, rows, self.spread)):
-            node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
+        if self.regions is not None:
+            from . import sharded  # not above: few states have such tensors
+
+            if layouts := sharded.odd_layouts(optimizer, rows):
+                node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
         while added and added[-1].startswith(f"{prefix}{objects.OTHER_STATE}/"):
             added.pop()  # what belongs to no parameter may change elsewhere than in a step (a hook of a module)
