@@ -67,6 +67,11 @@ def is_replicated(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def averages_buffers(module: nn.Module) -> bool:
+    """Tell whether a module averages the buffers of another one (`AveragedModel`, timm): nothing makes these alike."""
+    return getattr(module, "use_buffers", None) is True or getattr(module, "exclude_buffers", None) is False
+
+
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
     """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
     text = "\n".join(keys)
