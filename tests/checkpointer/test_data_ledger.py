@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -476,6 +478,24 @@ def test_the_header_of_a_ring_says_whose_it_is_whatever_names_loaders_have(tmp_p
     again = DataRing(tmp_path, 0, run_id="a")
     again.close()
     assert len(again.entries) == 10
+
+
+def test_a_ring_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch, caplog) -> None:
+    """What came in between is missing, and was said once; any other error ends the ring."""
+    ring, write = DataRing(tmp_path, 0, run_id="a"), os.pwrite
+    for number in range(8):
+        full = number in (0, 1, 4, 5)  # the header of the first one, too
+        refuse = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr(os, "pwrite", refuse if full else write)
+        ring.add((1, 0, 1, 0, 0, number, 0, number, 4), "train")
+    assert caplog.text.count("no room for the ledger") == 2
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    ring.add((1, 0, 1, 0, 0, 8, 0, 8, 4), "train")
+    monkeypatch.setattr(os, "pwrite", write)
+    ring.add((1, 0, 1, 0, 0, 9, 0, 9, 4), "train")
+    again = DataRing(tmp_path, 0, run_id="a")
+    again.close()
+    assert [entry.index for entry in again.entries] == [2, 3, 6, 7]
 
 
 def test_the_ring_keeps_the_last_entries_and_tells_torn_ones(tmp_path: Path) -> None:

@@ -44,11 +44,14 @@ def test_buffers_and_learning_rates_that_nothing_makes_alike_are_said(ranks, tmp
     """Rank 0's are stored, which DDP gives to all in the next step anyway; BatchNorm's matter to no step.
 
     So are the hyper-parameters of optimizers, and what these keep for parameters of no module.
-    What each rank is given back all the same (`PerRank`) is not said.
+    What each rank is given back all the same (`PerRank`) is not said; those of an average are, if they differ.
     """
     outcomes = ranks.ranks(f"{CASES}:buffers", str(tmp_path))
     assert [one.status for one in outcomes] == [0, 0], outcomes
     said = [line for line in outcomes[0].output.splitlines() if "whose values alone are stored" in line]
     names = [line.partition(": other values on rank 1 ")[0] for line in said]
     lonely = "lonely/state/param.0/momentum_buffer"
-    assert names == [f"holdfast: apart/scale, {lonely}, optimizer/param_groups, spread/scale"]
+    assert names == [
+        f"holdfast: apart/scale, {lonely}, optimizer/param_groups, spread/scale",
+        "holdfast: average/module.running_mean",
+    ]

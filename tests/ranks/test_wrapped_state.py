@@ -28,3 +28,12 @@ def test_an_8_bit_optimizer_under_fsdp2_goes_on_exactly(ranks, tmp_path):
     whole = ranks.checked(f"{CASES}:eight_bit", str(tmp_path / "whole"), 5)
     ranks.checked(f"{CASES}:eight_bit", str(tmp_path / "parts"), 2)
     assert ranks.checked(f"{CASES}:eight_bit", str(tmp_path / "parts"), 5) == whole
+
+
+def test_optimizers_and_objects_that_begin_empty_get_sharded_state_back(ranks, tmp_path):
+    """Lists of LBFGS, methods and hooks of an optimizer, an object around one: exactly as without a stop."""
+    case = f"{CASES}:odd_optimizers"
+    whole = ranks.checked(case, str(tmp_path / "whole"), 4)
+    ranks.checked(case, str(tmp_path / "parts"), 2)
+    assert ranks.checked(case, str(tmp_path / "parts"), 4) == whole
+    ranks.checked(case, str(tmp_path / "parts"), 5, "plain", world_size=1)  # nothing is sharded: whole tensors

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 import holdfast as hf
 
@@ -141,6 +142,9 @@ def buffers(root: str) -> None:
     optimizers["lonely"].step()
     given = hf.PerRank(dict(modules["given"].named_buffers()))
     hf.save(Path(root, "buffers"), {**modules, **optimizers, "buffers": given})
+    averages = {name: AveragedModel(nn.BatchNorm1d(2), use_buffers=True) for name in ("average", "alike")}
+    averages["average"].module.running_mean.add_(dist.get_rank())
+    hf.save(Path(root, "averages"), averages)
 
 
 def alone(root: str) -> dict[str, Any]:

@@ -77,6 +77,70 @@ def eight_bit(root: str, until: int) -> list[float]:
     return model.weight.full_tensor().flatten().tolist()
 
 
+class OwnAdam(torch.optim.Adam):
+    """Keeps something beside what torch knows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mine": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mine"})
+
+
+class Holder:
+    """Keeps an optimizer, and averages that begin with the first step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.means = optimizer, []
+
+    def update(self) -> None:
+        weights = [param.detach() for group in self.optimizer.param_groups for param in group["params"]]
+        self.means = self.means or [weight.clone() for weight in weights]
+        for mean, weight in zip(self.means, weights, strict=True):
+            mean.lerp_(weight, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "means": self.means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.means = [*state["means"]]
+
+
+def odd_optimizers(root: str, until: int, world: str = "fsdp") -> list[Any]:
+    """Train by optimizers that keep state in lists, or behind methods, hooks and objects; the weights at the end."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    models = {name: nn.Linear(6, rows) for name, rows in [("lists", 8), ("own", 7), ("hook", 7), ("held", 7)]}
+    for model in models.values() if world == "fsdp" else ():
+        fully_shard(model, mesh=mesh)
+    optimizers: dict[str, Any] = {
+        "lists": torch.optim.LBFGS(models["lists"].parameters(), lr=0.1, max_iter=3),
+        "own": OwnAdam(models["own"].parameters(), lr=0.1),
+        "hook": torch.optim.Adam(models["hook"].parameters(), lr=0.1),
+        "held": torch.optim.Adam(models["held"].parameters(), lr=0.1),
+    }
+    optimizers["hook"].register_state_dict_post_hook(lambda *_: None)
+    holder = Holder(optimizers["held"])
+    with hf.Checkpointer(root, {"models": models, "optimizers": {**optimizers, "held": holder}}, every=2) as ck:
+        while ck.global_step < until:
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(ck.global_step))
+            for name, model in models.items():
+
+                def closure(model: nn.Module = model, x: torch.Tensor = x) -> torch.Tensor:
+                    model.zero_grad()
+                    loss = model(x).square().sum()
+                    loss.backward()
+                    return loss
+
+                closure()
+                optimizers[name].step(closure)
+            holder.update()
+            ck.step()
+    weights = [param for model in models.values() for param in model.parameters()]
+    return [getattr(value, "full_tensor", lambda value=value: value)().tolist() for value in weights + holder.means]
+
+
 class Gathered:
     """Gives everything on rank 0, and nothing elsewhere, as is usual around ``consolidate_state_dict``."""
 

@@ -61,6 +61,22 @@ def test_load_replaces_state_of_a_used_optimizer():
     assert used.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_load_within_inference_mode_gives_state_that_trains(has_hook):
+    """As in a script that resumes before it leaves the mode: torch refuses a step with tensors that are made in it."""
+    model, other = net(0), net(1)
+    optimizer, again = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+    if has_hook:
+        for one in (optimizer, again):
+            one.register_state_dict_post_hook(lambda *_: None)
+    train(model, optimizer)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    with torch.inference_mode():
+        hf.load(place, {"model": other, "optimizer": again})
+    same_future(model, optimizer, other, again)
+
+
 def test_lbfgs_keeps_its_history():
     """LBFGS, which keeps lists of tensors for one parameter, goes on as if nothing had happened."""
     goal = torch.tensor([1.0, -2.0, 3.0])

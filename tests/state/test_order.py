@@ -34,6 +34,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from holdfast.frameworks.huggingface import PreparedLoader
 from holdfast.state.data import batches
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.tree import rng
@@ -150,12 +151,30 @@ def test_ranks_without_a_split_are_warned(caplog, monkeypatch):
     assert position["samples"] == 8
 
 
+def test_what_is_said_of_a_prepared_loader_names_that_one(caplog):
+    """Not the class of ours that stands for it."""
+
+    class Shard:
+        def __iter__(self):
+            return iter(range(8))
+
+    _, position = run(PreparedLoader(Shard()), stop=3)
+    with caplog.at_level(logging.WARNING, "holdfast.data"):
+        run(PreparedLoader(Shard()), position)
+    assert "Shard has no state_dict: drawing 3 batches again" in caplog.text
+    assert "PreparedLoader" not in caplog.text
+
+
 def test_a_sampler_of_one_part_is_meant(caplog, monkeypatch):
-    """As in a group of tensor-parallel ranks: nobody is told to give a DistributedSampler who has given one."""
+    """As in a group of tensor-parallel ranks: nobody is told to give a DistributedSampler who has given one.
+
+    Nor who has asked for no split.
+    """
     monkeypatch.setattr(batches, "said", set())
     sampler = DistributedSampler(range(48), num_replicas=1, rank=0)
     with caplog.at_level(logging.WARNING, "holdfast.data"):
         run(DataLoader(Ids(48), batch_size=4, sampler=sampler), stop=2, world_size=2)
+        run(DataLoader(Ids(48), batch_size=4), stop=2, world_size=2, split=False)
     assert caplog.text == ""
 
 

@@ -25,6 +25,7 @@ from holdfast.errors import StateMismatchError
 from holdfast.run.data_ring import NUM_ENTRIES, BatchSpan, DataRing, RingEntry, name_id
 from holdfast.state.data.batches import ResumableBatches, batch_length
 from holdfast.state.data.digest import NOT_READ, batch_digest
+from holdfast.state.data.loaders import name_of
 from holdfast.state.tree.values import PerRank
 
 _LOG = get_logger("data")
@@ -241,7 +242,7 @@ class DataLedger:
                 what = ", ".join(f"{key} {makeup[key]!r}, was {before.get(key)!r}" for key in changed)
                 _LOG.warning(
                     "the loader %r (%s) is not what it was when this run was saved: %s. Whether it goes on where it "
-                    "stopped cannot be told", name, type(loader).__name__, what,
+                    "stopped cannot be told", name, name_of(loader), what,
                 )  # fmt: skip
 
     def given(self, loader: Any, name: str, batches: ResumableBatches, batch: Any, *, index: int, step: int) -> None:
@@ -272,7 +273,7 @@ class DataLedger:
         if NOT_READ not in (trained, content := batch_digest(batch)) and content != trained:
             self._say_other(
                 f"{_at(step, known.epoch)}: batch {index} of {name!r} was drawn again to get back to the position, and "
-                f"the {type(loader).__name__} gave another one than was trained there"
+                f"the {name_of(loader)} gave another one than was trained there"
             )
 
     def ended(self, loader: Any, name: str, batches: ResumableBatches, *, index: int, step: int) -> None:
@@ -286,7 +287,7 @@ class DataLedger:
             return
         self.say(
             name,
-            f"{_at(step, batches.epoch)}: batch {index} of {name!r} should come, and the {type(loader).__name__} says "
+            f"{_at(step, batches.epoch)}: batch {index} of {name!r} should come, and the {name_of(loader)} says "
             "that the epoch is over. This run has drawn that batch before: the loader does not go on from its saved "
             "position",
         )
@@ -297,7 +298,7 @@ class DataLedger:
             return
         (epoch, index), expected = key, known.expected.pop(key, None)
         what = f"{_at(step, epoch)}: batch {index} of {name!r} should come"
-        kind = type(loader).__name__
+        kind = name_of(loader)
         is_first, known.is_first = known.is_first, False
         if expected is not None and indices and expected.indices:
             if indices != expected.indices:
@@ -332,7 +333,7 @@ class DataLedger:
         self, known: _Known, loader: Any, name: str, index: int, content: int, batch: Any, what: str
     ) -> None:
         """Look a batch up among those that were trained, where nobody knows what should come."""
-        place, kind, trained = known.trained.get(content, -1), type(loader).__name__, known.trained
+        place, kind, trained = known.trained.get(content, -1), name_of(loader), known.trained
         suspect, known.suspect = known.suspect, None
         if suspect is not None and content != suspect[1]:
             began, _ = suspect

@@ -512,10 +512,10 @@ def told_when_last(
 
 
 class PreparedLoader:
-    """A prepared loader of which only the number of batches drawn is known; its name is in what is said of it."""
+    """A prepared loader of which only the number of batches drawn is known; what is said of it names that one."""
 
     def __init__(self, prepared: Any) -> None:
-        self._prepared = prepared
+        self._prepared = self.named_as = prepared
         # With dispatch_batches rank 0 gives the others theirs: one rank that begins anew alone would wait for ever.
         self.draws_together = hasattr(prepared, "_fetch_batches")
 

@@ -11,6 +11,7 @@ Nothing here imports torch: ``holdfast log --data`` reads it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -31,6 +32,7 @@ NUM_ENTRIES = 4096
 _HEADER_BYTES = 4096
 _FIELDS = struct.Struct("<QQQIIIIIIII")  # of an entry, behind its checksum
 _CHECK = struct.Struct("<Q")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _ENTRY_BYTES = _CHECK.size + _FIELDS.size
 _log = get_logger("data")
 
@@ -121,7 +123,7 @@ class DataRing:
         self._run_id = run_id
         self.entries: list[RingEntry] = []
         self._names: dict[str, int] = {}
-        self._fd = -1
+        self._fd, self._has_room = -1, True
         self._path = f"{root}/{FOLDER}/rank-{rank:05d}"
         try:
             (root / FOLDER).mkdir(exist_ok=True)
@@ -152,12 +154,17 @@ class DataRing:
             return
         try:
             if name not in self._names:
+                os.pwrite(self._fd, _header(self._run_id, [*self._names, name]), 0)
                 self._names[name] = name_id(name)
-                self._write_header()
             data = RingEntry(self._seq, *entry, self._names[name]).pack()
             os.pwrite(self._fd, data, _HEADER_BYTES + self._seq % NUM_ENTRIES * _ENTRY_BYTES)
+            self._has_room = True
         except OSError as error:
-            self._give_up(error)
+            if error.errno not in _NO_ROOM:
+                self._give_up(error)
+            elif self._has_room:  # what is missing then is not compared
+                self._has_room = False
+                _log.warning("%s: no room for the ledger of batches; it goes on when there is: %s", self._path, error)
         self._seq += 1
 
     def _give_up(self, error: OSError) -> None:

@@ -30,7 +30,7 @@ from holdfast.errors import ConfigError, StateMismatchError
 
 from ..tree.values import PerRank
 from .digest import indices_digest
-from .loaders import clone_of, is_map_loader, keeps_state, ordered
+from .loaders import clone_of, is_map_loader, keeps_state, name_of, ordered
 from .order import MapOrder, knows_its_rank, split_of
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, generators_within, mix, objects_within
 
@@ -124,7 +124,7 @@ class ResumableBatches:
         seed_samples: bool = True,
         rank: int = 0,
         world_size: int = 1,
-        split: bool | tuple[int, int] = False,
+        split: bool | tuple[int, int] | None = None,
         remarks: bool = True,
         mismatch: Callable[[str], None] | None = None,
         replayed: Callable[[int, Any], None] | None = None,
@@ -170,7 +170,7 @@ class ResumableBatches:
             self._order = MapOrder(
                 loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
                 memory=memory, is_mid_epoch=current is not None,
-                split=split_of(split, rank=rank, world_size=world_size),
+                split=split_of(split or False, rank=rank, world_size=world_size),
             )  # fmt: skip
         self._passes = PassCounts(self._counter(), given=(position or {}).get("passes"))
         if current is not None:
@@ -268,7 +268,7 @@ class ResumableBatches:
         else:
             left = max(0, len(self._loader) - self._batches)
         if left is None:
-            raise TypeError(f"the number of batches left in this {type(self._loader).__name__} is not known")
+            raise TypeError(f"the number of batches left in this {name_of(self._loader)} is not known")
         return left
 
     def __iter__(self) -> Iterator[Any]:
@@ -380,7 +380,7 @@ class ResumableBatches:
         is_begun = self._batches or (ended is None and self._epoch and getattr(loader, "persistent_workers", False))
         if is_begun and self._live is None and is_believed and stated.may_draw_in_workers(loader):
             self._warn(
-                f"{type(loader).__name__}: the samples go on where they stopped. What its workers draw at random in a "
+                f"{name_of(loader)}: the samples go on where they stopped. What its workers draw at random in a "
                 "stream (a map, an augmentation) is in no state, and is not what an uninterrupted run draws from here "
                 "on: draw such numbers in the training loop, or from a generator that the sample seeds", once=True,
             )  # fmt: skip
@@ -409,7 +409,7 @@ class ResumableBatches:
             return True
         if position.batches not in (None, self._batches) and position.only_counts:
             return False  # torchdata 0.11 counts what it draws again twice
-        name = type(self._loader).__name__
+        name = name_of(self._loader)
         if position.batches not in (None, self._batches):
             self._say_position(f"the state of the {name} says that it has given {position.batches} batches of it")
         elif position.is_at_begin and self._batches:
@@ -434,7 +434,7 @@ class ResumableBatches:
         with generators_kept():
             now = stated.StatedPosition.of(loader, loader.state_dict()).batches
         if now is not None and now < self._batches:
-            self._say_position(f"the {type(loader).__name__} says that it has given {now} batches of it")
+            self._say_position(f"the {name_of(loader)} says that it has given {now} batches of it")
 
     def _say_position(self, what: str) -> None:
         (self._mismatch or self._warn)(
@@ -485,7 +485,7 @@ class ResumableBatches:
 
     def _leave_out(self, iterator: Iterator[Any], why: str) -> None:
         """Draw what was trained once more, and drop it."""
-        name = type(self._loader).__name__
+        name = name_of(self._loader)
         self._warn(
             f"{name} {why}: drawing {self._batches} batches again to get back to the position in epoch {self._epoch}. "
             "That takes time, and is exact only if the stream repeats itself (one that shuffles without a seed does "
@@ -558,7 +558,7 @@ class ResumableBatches:
         if position["kind"] != self.kind:
             raise StateMismatchError(
                 f"the data position was saved from a loader of kind {position['kind']!r}, this "
-                f"{type(self._loader).__name__} is of kind {self.kind!r}: use the same kind of loader until the epoch "
+                f"{name_of(self._loader)} is of kind {self.kind!r}: use the same kind of loader until the epoch "
                 f"is over, or take the state alone into a new run (holdfast.load(checkpoint, state) before it begins)"
             )
 
@@ -617,9 +617,9 @@ class ResumableBatches:
         elif size:
             self._batches = self._samples // (size * order.replicas)
 
-    def _remarks(self, split: bool | tuple[int, int]) -> None:
+    def _remarks(self, split: bool | tuple[int, int] | None) -> None:
         alike = self._order is not None and self._world_size > 1 and self._order.replicas == 1
-        if alike and not (isinstance(split, tuple) or knows_its_rank(self._loader.sampler, self._loader.batch_sampler)):
+        if alike and not (split is not None or knows_its_rank(self._loader.sampler, self._loader.batch_sampler)):
             self._warn(
                 "every rank gets the same samples: give the loader a DistributedSampler to split them", once=True
             )
@@ -648,7 +648,7 @@ def _kind(loader: Any) -> str:
     if hasattr(loader, "base_dataloader") and not hasattr(loader.base_dataloader, "state_dict"):
         # It has both methods but no state, and shuffles with a generator that no later process can restore.
         raise ConfigError(
-            f"a {type(loader).__name__} of Accelerate does not tell its position: use holdfast.accelerate.Checkpointer("
+            f"a {name_of(loader)} of Accelerate does not tell its position: use holdfast.accelerate.Checkpointer("
             "path, accelerator), whose batches() takes it, or prepare it with use_stateful_dataloader=True (torchdata)"
         )
     if keeps_state(loader):

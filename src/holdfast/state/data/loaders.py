@@ -47,6 +47,11 @@ def keeps_state(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
+def name_of(loader: Any) -> str:
+    """Return the class of the user's loader, for messages; a class of ours that stands for one has `named_as`."""
+    return type(getattr(loader, "named_as", loader)).__name__
+
+
 def unwrapped(loader: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     """Return the loader that ``Fabric.setup_dataloaders`` has wrapped, and what moves its batches to the device.
 

@@ -30,7 +30,7 @@ class Matcher(MatchPlan):
 
     def run(self, into: Mapping[Any, Any]) -> Any:
         """Match the whole state; returns the value that `load` returns once reading and actions have filled it."""
-        self.parameter_names = parameter_names(into)
+        self.parameter_names, self._into = parameter_names(into), into
         derive_generators(self)
         note_apart(self)
         if spread_types():
@@ -251,6 +251,10 @@ class Matcher(MatchPlan):
                 content = self._chosen(content, mine, path)
             if not metric and spread_types():
                 _place_alike(self, content, mine)
+                if isinstance(live, torch.optim.Optimizer):
+                    _place_by_position(self, content, live)
+                if layouts := saved.spread if isinstance(saved, ObjectNode) else {}:
+                    self._place_spread(content, layouts, {path: live, "": mine}, path)
         state = self.fresh(content, path)
         if metric:
             self.actions.append(lambda: self._note(path, objects.restore_metric(live, self.filled(state))))
@@ -258,6 +262,17 @@ class Matcher(MatchPlan):
             self.actions.append(lambda: live.load_state_dict(self.filled(state)))
         self.restored.append(path)
         return live
+
+    def _place_spread(self, saved: Any, layouts: Mapping[str, Any], nearest: Mapping[str, Any], path: str) -> None:
+        """Give what the live object does not hold yet a place beside what is spread over ranks in the state."""
+        from ..tree.sharded import spread_tensors  # not above: most states have no such tensor
+
+        known = spread_tensors(nearest if isinstance(nearest[path], torch.optim.Optimizer) else [nearest, self._into])
+        if known and (num := self.place_spread(saved, layouts, known)):
+            self.notes.append(
+                f"{path}: {num} tensor(s) that were spread over ranks come whole: the state does not say over which "
+                "ranks (give the model beside it)"
+            )
 
     def _chosen(self, saved: Any, live: Any, path: str) -> Any:
         """Return the stored state of an object with its live state where nothing is to be loaded."""
@@ -347,6 +362,20 @@ def holds_live(values: Any) -> bool:
         if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size) and holds_live(value):
             return True
     return False
+
+
+def _place_by_position(plan: MatchPlan, saved: Any, live: torch.optim.Optimizer) -> None:
+    """Plan to read state of the shape of its parameter, in torch's own layout, as the parameter is spread."""
+    params = [param for group in live.param_groups for param in group["params"]]
+    states = saved.get("state") if isinstance(saved, Mapping) else None
+    for number, state in states.items() if isinstance(states, Mapping) else ():
+        param: Any = params[number] if type(number) is int and number < len(params) else None
+        for key, ref in state.items() if is_spread(param) and isinstance(state, Mapping) else ():
+            if isinstance(ref, TensorRef) and ref.value is None and key != "step":
+                entry = plan.stored.entry(ref.name)
+                target = torch.empty_like(param, dtype=plan.targets.dtype(entry.dtype), device=plan.home_of(param))
+                if plan.targets.add(ref.name, target) is None:  # of the shape of the parameter
+                    ref.value = target
 
 
 def _place_alike(plan: MatchPlan, saved: Any, live: Any) -> None:

@@ -29,11 +29,9 @@ from ..tree.objects import (
     apply_groups,
     by_param_name,
     canonical_keys,
-    empty_beside,
     live_names,
     renamed,
     shared_names,
-    spread_as,
     state_device,
     unwrap,
 )
@@ -447,7 +445,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
                     plan.problems.wrong.append(f"{where}: {flaw}")
                     continue
                 new = partial(_new_state, plan, group, param, saved.spread)
-                fresh[param] = _match_state(plan, param, have, mine, state, where, new)
+                fresh[param] = _match_state(plan, param, have, mine, state, where, new, saved.spread)
             elif not is_wanted:
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, where):
@@ -465,6 +463,8 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
             device = param.device
             filled = {key: _move(plan.filled(value), key, device) for key, value in values.items()}
             if is_spread(param):
+                from ..tree.sharded import spread_as  # not above: few states have such tensors
+
                 filled = {key: spread_as(param, value) for key, value in filled.items()}
             if filled:
                 live.state[param] = filled
@@ -588,6 +588,7 @@ def _match_state(
     saved: Mapping[Any, Any],
     path: str,
     new: Callable[[Any, str, TensorEntry, torch.dtype], torch.Tensor],
+    spread: Mapping[str, list[int | None]] | None = None,
 ) -> dict[Any, Any]:
     """Plan the state of one parameter, or what belongs to none.
 
@@ -599,6 +600,7 @@ def _match_state(
         saved: the stored state.
         path: of both.
         new: makes a tensor for (key, stored name, entry, dtype) where the live state has none that fits.
+        spread: layouts of tensors, as `ObjectNode` has them.
 
     Returns:
         The values, with placeholders.
@@ -620,6 +622,8 @@ def _match_state(
                 if flaw is not None:
                     plan.problems.wrong.append(f"{where}: {flaw}")
             if not (isinstance(item, TensorRef) and item.kind == "tensor"):
+                if spread and is_spread(param):
+                    plan.place_spread(item, spread, [param])
                 values[key] = plan.fresh(part or item, where)
                 continue
             entry = plan.stored.entry(item.name)
@@ -665,6 +669,8 @@ def _new_state(
     if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
         return torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
     if hasattr(param, "device_mesh") and (name in spread or plan.stored.in_boxes(entry)):
+        from ..tree.sharded import empty_beside
+
         return empty_beside(param, tuple(entry.shape), dtype, spread.get(name))
     device = state_device(key, group, param)
     return torch.empty(entry.shape, dtype=dtype, device=plan.home_of(param) if device.type == "meta" else device)
@@ -686,6 +692,8 @@ def _match_others(plan: MatchPlan, live: Optimizer, saved: Mapping[Any, Any], pa
 
     def new(_key: Any, _name: str, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
         if hasattr(first, "device_mesh") and plan.stored.in_boxes(entry):
+            from ..tree.sharded import empty_beside
+
             return empty_beside(first, tuple(entry.shape), dtype, None)
         home = plan.home_of(first) if entry.shape else torch.device("cpu")  # torch keeps counters there, too
         return torch.empty(entry.shape, dtype=dtype, device=home)

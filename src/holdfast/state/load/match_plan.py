@@ -154,6 +154,27 @@ class MatchPlan(ABC):
             self.problems.wrong.append(f"{path}: {problem}")
         return problem is None
 
+    def place_spread(self, saved: Any, spread: Mapping[str, list[int | None]], params: Sequence[Any]) -> int:
+        """Plan to read tensors that were spread over ranks into such tensors; returns how many will come whole.
+
+        Args:
+            saved: a stored value; its tensors that have a place already keep it.
+            spread: name of a tensor -> its layout (`sharded.layouts_of`).
+            params: tensors that are spread over ranks now, as those may be that belong to them.
+        """
+        from ..tree.sharded import beside_alike  # not above: few states have such tensors
+
+        num_whole = 0
+        for ref in self.stored.refs_in(saved):
+            if ref.value is None and (layout := spread.get(ref.name)) is not None:
+                entry = self.stored.entry(ref.name)
+                target = beside_alike(params, tuple(entry.shape), self.targets.dtype(entry.dtype), layout)
+                if target is not None and self.targets.add(ref.name, target) is None:
+                    ref.value = target
+                else:
+                    num_whole += 1
+        return num_whole
+
     def other_values(self, read: Callable[[Sequence[ReadRequest]], object]) -> list[str]:
         """Read what is `fixed`, and return a problem for each tensor that has other values in the checkpoint."""
         if not self.fixed:

@@ -113,7 +113,8 @@ def load_state(
                 stored, selection, allow_missing=fit.allow_missing, cast=dtype, rank=rank, device=device,
                 added=frozenset(fit.added(stored.tree) if fit.added is not None else ()),
             )  # fmt: skip
-            state = matcher.run(into)
+            with torch.inference_mode(mode=False):  # a step refuses optimizer state that is made within it
+                state = matcher.run(into)
             if not fit.idle_names:
                 selection.check(paths(stored))
             if stored.manifest.run_id and fit.bookkeeping in matcher.problems.unexpected:

@@ -50,7 +50,6 @@ FROZEN = ".frozen"
 # sharded state needs two indexes: its own and that of rank 0.
 _SMALL = 64
 _SAMPLED = 64  # tensors whose values the ranks compare
-_OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm: they differ, and may
 _SAMPLED_ALIKE = 256  # the same where ranks hold different tensors: of the names they have in common
 
 
@@ -645,7 +644,7 @@ def share_of(
             num_loose=len(sig.loose),
         ),
         sampled=sampled,
-        alone=tuple(alone[name] for name in sketch(name for name in alone if not name.endswith(_OF_BATCHES))),
+        alone=tuple(alone[name] for name in sketch(alone)),
     )
 
 

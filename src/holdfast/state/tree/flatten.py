@@ -37,6 +37,7 @@ Rank 0 has none: its own are in the structure, where each of the other ranks has
 """
 
 _PLAIN = frozenset({int, str, bool, type(None)})
+_OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")  # of BatchNorm: they differ, and may
 _SMALL_OBJECT = 1 << 20  # bytes of the tensors of an object that each rank stores
 _TEXT, _TENSOR = frozenset({str}), frozenset({torch.Tensor})
 _OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # the part of a tensor's name that names its rank
@@ -148,6 +149,7 @@ class _Walker:
         self.inner: list[range] = []  # positions of what modules, optimizers, and objects of each rank hold
         self.within = False  # the state of an object
         self.plain: dict[str, Any] = {}  # see `OWN`
+        self.averaged: set[int] = set()  # positions of buffers that average those of a model, for evaluation
         # Keys and indexes around the current value; None within what is noted whole or not at all: objects, tuples, ...
         self.place: tuple[str | int, ...] | None = () if shared and rank else None
         self.num_wholes = 0  # modules and optimizers, which ranks hold alike even if they have no tensors
@@ -311,6 +313,11 @@ class _Walker:
             held = True
         if self.shared and held:
             self.inner.append(added)
+        if self.regions is not None and kind == "object":
+            from . import sharded  # not above: few states have such tensors
+
+            if layouts := sharded.layouts_of(state, name):
+                node["spread"] = layouts
         self.within = outside
         return node
 
@@ -344,8 +351,11 @@ class _Walker:
         named, start = objects.to_named(optimizer, rows), len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         prefix = f"{name}/" if name else ""
-        if self.regions is not None and (layouts := objects.odd_layouts(optimizer, rows, self.spread)):
-            node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
+        if self.regions is not None:
+            from . import sharded  # not above: few states have such tensors
+
+            if layouts := sharded.odd_layouts(optimizer, rows):
+                node["spread"] = {f"{prefix}state/{key}": layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
         while added and added[-1].startswith(f"{prefix}{objects.OTHER_STATE}/"):
             added.pop()  # what belongs to no parameter may change elsewhere than in a step (a hook of a module)
@@ -404,8 +414,11 @@ class _Walker:
             differ = differ or any(number in self.flat.regions or number in self.flat.whole for number in added)
             if parallel is not None:
                 differ = not parallel.broadcast_buffers
-            if differ:
-                self.flat.alone.extend(number for number, owner in owners.items() if owner is None)
+            averaged = objects.averages_buffers(module)
+            if differ or averaged:
+                buffers = [number for number, owner in owners.items() if owner is None]
+                self.flat.alone.extend(buffers)
+                self.averaged.update(buffers if averaged else ())
         return node
 
     # -- tensors
@@ -532,7 +545,12 @@ class _Walker:
             alone, tensors = {*self.flat.loose, *self.flat.alone}, self.flat.tensors
             alone.difference_update(self.flat.own, regions, self.flat.replicated)
             mine = {tensors[number].data_ptr() for number in self.flat.own}  # what each rank gets back all the same
-            self.flat.alone = sorted(number for number in alone if tensors[number].data_ptr() not in mine)
+            self.flat.alone = sorted(
+                number
+                for number in alone
+                if tensors[number].data_ptr() not in mine
+                and (number in self.averaged or not self.flat.names[number].endswith(_OF_BATCHES))
+            )
         if regions:
             self.flat.groups.update({region.spread.ranks for region in regions.values()})
             everywhere = {number for number, region in regions.items() if region.everywhere}

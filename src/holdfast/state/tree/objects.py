@@ -16,7 +16,6 @@ checkpoint of a wrapped model fits the bare model.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedStateError
 
-from .arrays import is_plain_context, is_spread, parts_of, reshard
+from .arrays import is_plain_context, reshard
 from .values import PerRank
 
 # Prefixes no user would choose: removed wherever they occur.
@@ -66,6 +65,11 @@ def is_replicated(module: nn.Module) -> bool:
     """Tell whether ``replicate`` of torch has made this module data parallel, which makes no buffers alike."""
     kind = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
     return kind is not None and isinstance(module, kind)
+
+
+def averages_buffers(module: nn.Module) -> bool:
+    """Tell whether a module averages the buffers of another one (`AveragedModel`, timm): nothing makes these alike."""
+    return getattr(module, "use_buffers", None) is True or getattr(module, "exclude_buffers", None) is False
 
 
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
@@ -281,72 +285,6 @@ def to_positions(named: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> dic
         group["params"] = [position[name] for name in group["params"]]
     states = {position[name]: state for name, state in named["state"].items()}
     return {"state": {**states, **named.get(OTHER_STATE, {})}, "param_groups": groups}
-
-
-def odd_layouts(
-    optimizer: Optimizer, rows: Sequence[Sequence[str]], kinds: tuple[type, ...]
-) -> dict[str, list[int | None]]:
-    """Return the sharding of state whose shape is not that of its parameter (factored second moments).
-
-    Args:
-        optimizer: keeps that state.
-        rows: its `live_names`.
-        kinds: types of sharded tensors.
-
-    Returns:
-        "parameter/key" -> for each dimension of the mesh the dimension that is sharded along it, or None.
-    """
-    layouts = {}
-    for group, row in zip(optimizer.param_groups, rows, strict=True):
-        for param, name in zip(group["params"], row, strict=True):
-            if isinstance(param, kinds):
-                whole: Any = param
-                kept: Any = optimizer.state.get(whole) or {}
-                for key, value in kept.items():
-                    placements = getattr(value, "placements", None) if isinstance(value, kinds) else None
-                    if placements is not None and tuple(value.shape) != tuple(whole.shape):
-                        layouts[f"{name}/{key}"] = [getattr(placement, "dim", None) for placement in placements]
-    return layouts
-
-
-def _tensor_package() -> Any:
-    try:
-        return importlib.import_module("torch.distributed.tensor")
-    except ImportError:
-        return importlib.import_module("torch.distributed._tensor")  # torch 2.4
-
-
-def empty_beside(
-    param: Any, shape: tuple[int, ...], dtype: torch.dtype, layout: list[int | None] | None
-) -> torch.Tensor:
-    """Return an uninitialised tensor on the mesh of a parameter, of another shape than the parameter.
-
-    Args:
-        param: a DTensor.
-        shape: of the whole tensor.
-        dtype: of the tensor.
-        layout: as in `odd_layouts`. If it is None or does not fit the mesh, each dimension of the same size as in
-            ``param`` is sharded as in ``param``.
-    """
-    kinds = _tensor_package()
-    Replicate, Shard = kinds.Replicate, kinds.Shard  # noqa: N806 - classes
-    if layout is None or len(layout) != param.device_mesh.ndim:
-        dims = (getattr(placement, "dim", None) for placement in param.placements)
-        layout = [
-            dim if dim is not None and dim < len(shape) and shape[dim] == param.shape[dim] else None for dim in dims
-        ]
-    placements = [Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in layout]
-    made: torch.Tensor = kinds.empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
-    return made
-
-
-def spread_as(param: Any, value: Any) -> Any:
-    """Spread what this rank holds of a tensor that wraps others as a parameter is spread; all else stays as it is."""
-    if not isinstance(value, torch.Tensor) or is_spread(value) or parts_of(value) is None:
-        return value
-    kind = _tensor_package().DTensor
-    mesh, placements = param.device_mesh, param.placements
-    return kind.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def state_device(key: str, group: dict[str, Any], param: torch.Tensor) -> torch.device:

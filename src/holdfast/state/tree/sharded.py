@@ -8,6 +8,7 @@ too small costs space, never data: each group stores what it holds, even if anot
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from holdfast.errors import ConfigError, UnsupportedStateError
 from holdfast.format.digest import bytes_digest
 from holdfast.format.division import Box
 
-from .arrays import local_of, local_tensor, spread_types
-from .objects import parallel_wrapper
+from .arrays import is_spread, local_of, local_tensor, parts_of, spread_types
+from .objects import leaves, parallel_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -156,6 +157,120 @@ def empty_alike(value: Any, device: torch.device) -> Any:
     return value._init_from_local_shards_and_global_metadata(
         shards, value.metadata(), process_group=value._process_group
     )
+
+
+def layouts_of(value: Any, name: str) -> dict[str, list[int | None]]:
+    """Return how the tensors in what an object keeps are spread over ranks.
+
+    Args:
+        value: tensors, in containers or not.
+        name: of the value; begins the names of its tensors.
+
+    Returns:
+        Name of a tensor -> for each dimension of the mesh the dimension that is sharded along it, or None.
+    """
+    kinds = spread_types()
+    return {
+        where: [getattr(placement, "dim", None) for placement in item.placements]
+        for where, item in leaves(value, name, tensors=True)
+        if isinstance(item, kinds) and hasattr(item, "placements")
+    }
+
+
+def spread_tensors(state: Any) -> list[Any]:
+    """Return the tensors of a state that are spread over ranks: weights, those of optimizers, and what lies there."""
+    found: list[Any] = []
+    for _, value in leaves(state, tensors=True):
+        if isinstance(value, nn.Module):
+            found.extend(filter(is_spread, value.parameters()))
+        elif isinstance(value, torch.optim.Optimizer):
+            found.extend(param for group in value.param_groups for param in group["params"] if is_spread(param))
+        elif is_spread(value):
+            found.append(value)
+    return found
+
+
+def odd_layouts(optimizer: torch.optim.Optimizer, rows: Sequence[Sequence[str]]) -> dict[str, list[int | None]]:
+    """Return the `layouts_of` state that does not lie beside its parameter as this is spread.
+
+    It has another shape (factored second moments), or is deeper within (the lists of LBFGS).
+
+    Args:
+        optimizer: keeps that state.
+        rows: its `live_names`.
+    """
+    layouts: dict[str, list[int | None]] = {}
+    for group, row in zip(optimizer.param_groups, rows, strict=True):
+        for param, name in zip(group["params"], row, strict=True):
+            if is_spread(param):
+                for key, value in optimizer.state.get(param, {}).items():
+                    if not (is_spread(value) and tuple(value.shape) == tuple(param.shape)):
+                        layouts.update(layouts_of(value, f"{name}/{key}"))
+    return layouts
+
+
+def _tensor_package() -> Any:
+    try:
+        return importlib.import_module("torch.distributed.tensor")
+    except ImportError:
+        return importlib.import_module("torch.distributed._tensor")  # torch 2.4
+
+
+def empty_beside(
+    param: Any, shape: tuple[int, ...], dtype: torch.dtype, layout: list[int | None] | None
+) -> torch.Tensor:
+    """Return an uninitialised tensor on the mesh of a parameter, of another shape than the parameter.
+
+    Args:
+        param: a DTensor.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        layout: as in `layouts_of`. If it is None or does not fit the mesh, each dimension of the same size as in
+            ``param`` is sharded as in ``param``.
+    """
+    kinds = _tensor_package()
+    Replicate, Shard = kinds.Replicate, kinds.Shard  # noqa: N806 - classes
+    if layout is None or len(layout) != param.device_mesh.ndim:
+        dims = (getattr(placement, "dim", None) for placement in param.placements)
+        layout = [
+            dim if dim is not None and dim < len(shape) and shape[dim] == param.shape[dim] else None for dim in dims
+        ]
+    placements = [Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in layout]
+    made: torch.Tensor = kinds.empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+    return made
+
+
+def beside_alike(
+    params: Iterable[Any], shape: tuple[int, ...], dtype: torch.dtype, layout: list[int | None]
+) -> torch.Tensor | None:
+    """Return an uninitialised tensor that is spread as one of some parameters is, or else on the mesh they are on.
+
+    Args:
+        params: tensors that are spread over ranks.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        layout: as in `layouts_of`; one of other dimensions counts by how many these are.
+
+    Returns:
+        None if there is no mesh, or several that may be meant.
+    """
+    fits = [param for param in params if len(getattr(param, "placements", ())) == len(layout)]
+    alike = [param for param in fits if tuple(param.shape) == shape and any(dim is not None for dim in layout)]
+    chosen = alike or fits
+    if not chosen or any(param.device_mesh != chosen[0].device_mesh for param in chosen):
+        return None
+    if alike and len({param.placements for param in alike}) == 1:
+        return torch.empty_like(alike[0], dtype=dtype)
+    return empty_beside(chosen[0], shape, dtype, layout)
+
+
+def spread_as(param: Any, value: Any) -> Any:
+    """Spread what this rank holds of a tensor that wraps others as a parameter is spread; all else stays as it is."""
+    if not isinstance(value, torch.Tensor) or is_spread(value) or parts_of(value) is None:
+        return value
+    kind = _tensor_package().DTensor
+    mesh, placements = param.device_mesh, param.placements
+    return kind.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _part(local: torch.Tensor, box: Box, at: tuple[int, ...]) -> torch.Tensor:

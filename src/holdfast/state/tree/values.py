@@ -151,8 +151,8 @@ class TensorRef:
 class ObjectNode:
     """A stored object: the class it had, how it was taken apart, and its decoded state.
 
-    ``spread`` has, for tensors of an optimizer that were spread over ranks and are not of their parameter's shape, the
-    dimension that was sharded along each dimension of the mesh, or None.
+    ``spread`` has, for tensors that were spread over ranks, the dimension that was sharded along each dimension of the
+    mesh, or None; of an optimizer for those that are not of their parameter's shape, or lie in lists.
     """
 
     type: str
