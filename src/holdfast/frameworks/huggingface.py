@@ -446,6 +446,19 @@ def say_late(accelerator: Any, found: frozenset[str]) -> frozenset[str]:
     return now
 
 
+def check_skips_nothing(loader: Any) -> None:
+    """Refuse what ``skip_first_batches`` has made: the position would be counted twice.
+
+    Raises:
+        ConfigError: the loader leaves out batches.
+    """
+    if found := [one for one in (loader, *samplers_of(loader)) if getattr(one, "skip_batches", 0)]:
+        raise ConfigError(
+            f"this loader leaves out its first {found[0].skip_batches} batches (accelerator.skip_first_batches), and "
+            "ck.batches goes on behind the last trained batch by itself: give it the loader that was prepared"
+        )
+
+
 def own_loader(prepared: Any) -> tuple[Any, tuple[int, int] | bool | None]:
     """Return the loader that ``prepared`` was made of, and its part (rank, num_ranks); its order is known.
 
