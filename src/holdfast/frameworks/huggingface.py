@@ -242,7 +242,8 @@ def say_inexact(args: Any, state: Any, metric: str | None, parts: Mapping[str, A
     model, optimizer, loader = map(parts.get, ("model", "optimizer", "train_dataloader"))
     if args.process_index == 0:
         settings = misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps)
-        unsaved = [] if strategy_name(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
+        saves = strategy_name(args.save_strategy) != "no"
+        unsaved = what_is_unsaved(args, state, model, optimizer, loader) if saves else []
         otherwise = [*what_is_not_read(args, state, loader), *resumed_otherwise(args, state, loader)]
         for found in [*settings, *unsaved, *otherwise]:
             _LOG.warning("%s", found)
