@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast._optional import require
 from holdfast._units import listed
+from holdfast.errors import ConfigError
 
 _SHOWN = 3
 _SEEDS = 4  # that iterators of other loaders draw: of an evaluation after the save, say
@@ -169,9 +170,20 @@ class LoadingWatch:
         self._epochs = 0
         self._is_exact = False  # checkpoints between epochs hold what loading draws from
         self._said: set[str] = set()
+        self._state: Any = None  # of the training
 
-    def trains(self, args: Any) -> None:
-        """Note that training begins, with these `TrainingArguments`."""
+    def trains(self, args: Any, state: Any) -> None:
+        """Note that a training begins, with these `TrainingArguments`.
+
+        Raises:
+            ConfigError: it has begun before.
+        """
+        if state is self._state:
+            raise ConfigError(
+                "this callback is among the trainer's callbacks twice (callbacks=[...] and add_callback?), and would "
+                "keep each checkpoint twice: give it once"
+            )
+        self._state = state
         self._before, self._epochs, self._is_exact = None, 0, _saves_between_epochs(args)
 
     def saved(self, optimizer: Any) -> str | None:

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+import holdfast as hf
 from holdfast.frameworks.trainer_resume import what_is_not_read, what_is_unsaved
 from holdfast.transformers import HoldfastCallback
 
@@ -49,6 +50,17 @@ def test_what_is_exact_is_not_warned_of(said: Said) -> None:
     """Nothing is said of a training that is exact, evaluates at its saves, and goes on in its second epoch."""
     assert said(eval_strategy="steps", max_steps=6) == []
     assert said(eval_strategy="steps", max_steps=8, resume=True) == []
+
+
+def test_a_callback_is_given_once(said: Said) -> None:
+    """Given twice it would keep each checkpoint twice, and see the trainer load batches that it does not."""
+
+    def again(trainer: Trainer) -> None:
+        [ours] = (one for one in trainer.callback_handler.callbacks if isinstance(one, HoldfastCallback))
+        trainer.add_callback(ours)
+
+    with pytest.raises(hf.ConfigError, match=r"callbacks twice .* give it once"):
+        said(again)
 
 
 class Rows(IterableDataset[Any]):
