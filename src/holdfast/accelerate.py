@@ -12,7 +12,7 @@ from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .checkpointer.checkpointer import Checkpointer as _Checkpointer
 from .errors import ConfigError
-from .frameworks.huggingface import objects_of, own_loader, say_late, told_when_last
+from .frameworks.huggingface import check_skips_nothing, objects_of, own_loader, say_late, told_when_last
 from .frameworks.keepers import verified_directory
 from .frameworks.reporting import reporting
 from .trainers.function.worker.session import get_checkpoint
@@ -94,7 +94,11 @@ class Checkpointer(_Checkpointer):
             name: tells several training loaders apart.
             split: as in `holdfast.Checkpointer.batches`, for a loader that was not prepared.
             ahead: as in `holdfast.Checkpointer.batches`.
+
+        Raises:
+            ConfigError: the loader is one of ``skip_first_batches``.
         """
+        check_skips_nothing(loader)
         if not hasattr(loader, "gradient_state"):
             return super().batches(loader, name=name, split=split, ahead=ahead)
         if (found := self._loaders.get(id(loader))) is None:

@@ -42,7 +42,7 @@ class _Callback(_TrainerCallback):  # type: ignore[misc]
 
     def _says(self, args: Any, state: Any, metric: str | None, parts: Mapping[str, Any]) -> None:
         say_inexact(args, state, metric, parts)
-        self._loading.trains(args)
+        self._loading.trains(args, state)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say if it is one in which a resume is lost."""

@@ -242,7 +242,8 @@ def say_inexact(args: Any, state: Any, metric: str | None, parts: Mapping[str, A
     model, optimizer, loader = map(parts.get, ("model", "optimizer", "train_dataloader"))
     if args.process_index == 0:
         settings = misaligned(args, metric=metric, save_steps=state.save_steps, eval_steps=state.eval_steps)
-        unsaved = [] if strategy_name(args.save_strategy) == "no" else what_is_unsaved(args, model, optimizer, loader)
+        saves = strategy_name(args.save_strategy) != "no"
+        unsaved = what_is_unsaved(args, state, model, optimizer, loader) if saves else []
         otherwise = [*what_is_not_read(args, state, loader), *resumed_otherwise(args, state, loader)]
         for found in [*settings, *unsaved, *otherwise]:
             _LOG.warning("%s", found)
@@ -444,6 +445,19 @@ def say_late(accelerator: Any, found: frozenset[str]) -> frozenset[str]:
             "and register_for_checkpointing", ", ".join(late),
         )  # fmt: skip
     return now
+
+
+def check_skips_nothing(loader: Any) -> None:
+    """Refuse what ``skip_first_batches`` has made: the position would be counted twice.
+
+    Raises:
+        ConfigError: the loader leaves out batches.
+    """
+    if found := [one for one in (loader, *samplers_of(loader)) if getattr(one, "skip_batches", 0)]:
+        raise ConfigError(
+            f"this loader leaves out its first {found[0].skip_batches} batches (accelerator.skip_first_batches), and "
+            "ck.batches goes on behind the last trained batch by itself: give it the loader that was prepared"
+        )
 
 
 def own_loader(prepared: Any) -> tuple[Any, tuple[int, int] | bool | None]:

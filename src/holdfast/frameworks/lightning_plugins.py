@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -22,6 +23,7 @@ import torch
 from holdfast._log import get_logger
 from holdfast._optional import Grafted
 from holdfast._ranks import current_ranks
+from holdfast._units import listed
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.functions import SaveHandle, begin_save, load
 from holdfast.checkpointer.meeting import Alone, Meeting, meet
@@ -48,6 +50,8 @@ from .keepers import newest_sound
 from .reporting import drop_link, followed, is_marker, mark, move_aside, same_as_parent, scalars, unmark
 
 _LOG = get_logger("frameworks")
+_LOOK_S = 0.1
+_QUIET_S = 5.0  # without a change: nobody writes there any more
 _TRAINING = "training"  # in a manifest's ``extra``
 _downloads = contextlib.ExitStack()  # the path is all that the user keeps
 atexit.register(_downloads.close)
@@ -195,7 +199,8 @@ class Saves:
         """Return the newest sound checkpoint of a directory (default: the root) as a local path; None if there is none.
 
         Every byte is checked. A remote checkpoint is downloaded, and stays until this process ends. Damaged
-        checkpoints are named in the log and passed over. With several ranks all call this, and all get the same.
+        checkpoints are named in the log and passed over. With several ranks all call this, and all get the same. What
+        is being written on a disk is waited for: the writer of a process that was killed finishes its saves.
 
         Args:
             directory: where to look.
@@ -209,8 +214,13 @@ class Saves:
             raise ConfigError("latest() needs the directory of the checkpoints, unless they all go to one root")
         self.wait()
         meeting = _meeting(self._timeout_s)
+
+        def candidates() -> tuple[list[str], dict[str, str]]:
+            _wait_for_the_dead(storage, self._timeout_s)
+            return _newest_first(storage, is_part)
+
         names, bad = meeting.agree(
-            "candidates", lambda: same_as_parent(storage.uri, lambda: _newest_first(storage, is_part))
+            "candidates", lambda: same_as_parent(storage.uri, candidates), work_s=self._timeout_s
         )
         found = newest_sound(
             storage, candidates=names, quarantined=bad, quarantine=lambda name, reason: _say_bad(storage, name, reason),
@@ -329,6 +339,39 @@ def _remove(target: Checkpoint, before: list[SaveHandle], timeout_s: float) -> N
             return
     with contextlib.suppress(CheckpointNotFoundError):
         target.delete()
+
+
+def _wait_for_the_dead(storage: Storage, timeout_s: float) -> None:
+    """Wait while files of a save that has not committed are changing, if the storage is a disk."""
+    deadline, has_said = time.monotonic() + timeout_s, False
+    while storage.local_root is not None and time.monotonic() < deadline and (names := _being_written(storage)):
+        if not has_said:
+            has_said = True
+            _LOG.warning("%s: waiting for what is still being written there: %s", storage.uri, listed(names, 3))
+        time.sleep(_LOOK_S)
+
+
+def _being_written(storage: Storage) -> list[str]:
+    """Name the checkpoints with a file that was changed just now, and is in no manifest."""
+    found = []
+    for folder in storage.list("", recursive=False):
+        name = folder.path.rstrip("/")
+        if name == folder.path or name.startswith("."):
+            continue
+        infos = [info for info in storage.list(name, recursive=False) if abs(time.time() - info.modified) < _QUIET_S]
+        recent = {info.path.removeprefix(f"{name}/") for info in infos}
+        if not any(map(save_id_of, recent)):
+            continue
+        try:
+            manifest = Checkpoint.at(storage, name).manifest
+        except (IncompleteCheckpointError, CheckpointNotFoundError):
+            found.append(name)
+        except CheckpointError:
+            continue
+        else:
+            done = set() if manifest is None else {entry.path for entry in manifest.files}
+            found += [name] if any(map(save_id_of, recent - done)) else []
+    return sorted(found)
 
 
 def _newest_first(storage: Storage, is_part: Callable[[Checkpoint], bool]) -> tuple[list[str], dict[str, str]]:

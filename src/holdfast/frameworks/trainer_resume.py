@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from holdfast._optional import require
 from holdfast._units import listed
+from holdfast.errors import ConfigError
 
 _SHOWN = 3
 _SEEDS = 4  # that iterators of other loaders draw: of an evaluation after the save, say
@@ -28,16 +29,17 @@ _ROUNDING = 1e-6
 _REPEAT = "let the stream repeat itself (datasets: repeat(None)), or give it __len__"
 
 
-def what_is_unsaved(args: Any, model: Any, optimizer: Any, loader: Any) -> list[str]:
+def what_is_unsaved(args: Any, state: Any, model: Any, optimizer: Any, loader: Any) -> list[str]:
     """List what trains and is in no checkpoint of the trainer.
 
     Args:
         args: the `TrainingArguments`, or those of a trainer built on `transformers.Trainer` (TRL).
+        state: of the trainer.
         model: what the trainer saves.
         optimizer: what the trainer steps.
         loader: of the training data.
     """
-    return [*_unsaved_weights(args, model, optimizer), *_unsaved_generators(loader)]
+    return [*_unsaved_weights(args, model, optimizer), *_unsaved_generators(loader, num_epochs=state.num_train_epochs)]
 
 
 def _unsaved_weights(args: Any, model: Any, optimizer: Any) -> list[str]:
@@ -70,7 +72,7 @@ def _unsaved_weights(args: Any, model: Any, optimizer: Any) -> list[str]:
     return found
 
 
-def _unsaved_generators(loader: Any) -> list[str]:
+def _unsaved_generators(loader: Any, *, num_epochs: int) -> list[str]:
     found = []
     collator: Any = getattr(loader, "collate_fn", None)
     collator = getattr(collator, "data_collator", collator)
@@ -79,7 +81,7 @@ def _unsaved_generators(loader: Any) -> list[str]:
             f"{type(collator).__name__}(seed={seed}) draws from a generator of its own, which the trainer "
             "does not save: after a resume it begins anew, and batches are masked as at the start"
         )
-    for sampler in samplers_of(loader):
+    for sampler in samplers_of(loader) if num_epochs > 1 else ():  # the first order is that of a new generator
         if isinstance(getattr(sampler, "generator", None), torch.Generator) and not hasattr(sampler, "set_epoch"):
             found.append(
                 f"{type(sampler).__name__} draws from a generator of its own, which the trainer does not save: after "
@@ -168,9 +170,20 @@ class LoadingWatch:
         self._epochs = 0
         self._is_exact = False  # checkpoints between epochs hold what loading draws from
         self._said: set[str] = set()
+        self._state: Any = None  # of the training
 
-    def trains(self, args: Any) -> None:
-        """Note that training begins, with these `TrainingArguments`."""
+    def trains(self, args: Any, state: Any) -> None:
+        """Note that a training begins, with these `TrainingArguments`.
+
+        Raises:
+            ConfigError: it has begun before.
+        """
+        if state is self._state:
+            raise ConfigError(
+                "this callback is among the trainer's callbacks twice (callbacks=[...] and add_callback?), and would "
+                "keep each checkpoint twice: give it once"
+            )
+        self._state = state
         self._before, self._epochs, self._is_exact = None, 0, _saves_between_epochs(args)
 
     def saved(self, optimizer: Any) -> str | None:
@@ -282,7 +295,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 def _foreign(model: Any, optimizer: Any) -> list[torch.Tensor]:
     """Return what the optimizer trains and the model does not have; nothing where an engine has tensors of its own."""
-    if model is None or optimizer is None:
+    if not isinstance(model, torch.nn.Module) or optimizer is None:  # SetFit hands on what holds the module
         return []
     own = {id(parameter) for parameter in model.parameters()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]

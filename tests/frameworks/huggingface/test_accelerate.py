@@ -177,6 +177,18 @@ def test_a_save_between_the_batches_of_a_step_is_said(tmp_path: Path, caplog: py
                 assert caplog.text.count("between the batches of an accumulated step (3)") == (number > 1)
 
 
+@pytest.mark.parametrize("data", [torch.arange(12.0)[:, None], Endless()])
+def test_batches_are_not_left_out_twice(tmp_path: Path, data: Any) -> None:
+    """What `skip_first_batches` makes is refused: we go on behind the last trained batch ourselves."""
+    accelerator = Accelerator(cpu=True)
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(data, batch_size=2))
+    with Checkpointer(tmp_path / "run", accelerator) as ck:
+        for given in (loader, DataLoader(data, batch_size=2)):
+            assert len(list(ck.batches(accelerator.skip_first_batches(given, 0)))) == 6
+            with pytest.raises(hf.errors.ConfigError, match=r"first 2 batches .* the loader that was prepared"):
+                ck.batches(accelerator.skip_first_batches(given, 2))
+
+
 def test_what_is_wrong_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No Accelerator; nothing prepared; a taken name; directories named by Accelerate; a loader without a state.
 

@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from holdfast.frameworks.trainer_resume import what_is_not_read
+import holdfast as hf
+from holdfast.frameworks.trainer_resume import what_is_not_read, what_is_unsaved
 from holdfast.transformers import HoldfastCallback
 
 Said = Callable[..., list[str]]
@@ -49,6 +50,17 @@ def test_what_is_exact_is_not_warned_of(said: Said) -> None:
     """Nothing is said of a training that is exact, evaluates at its saves, and goes on in its second epoch."""
     assert said(eval_strategy="steps", max_steps=6) == []
     assert said(eval_strategy="steps", max_steps=8, resume=True) == []
+
+
+def test_a_callback_is_given_once(said: Said) -> None:
+    """Given twice it would keep each checkpoint twice, and see the trainer load batches that it does not."""
+
+    def again(trainer: Trainer) -> None:
+        [ours] = (one for one in trainer.callback_handler.callbacks if isinstance(one, HoldfastCallback))
+        trainer.add_callback(ours)
+
+    with pytest.raises(hf.ConfigError, match=r"callbacks twice .* give it once"):
+        said(again)
 
 
 class Rows(IterableDataset[Any]):
@@ -107,13 +119,14 @@ def test_an_order_from_the_generator_of_training(said: Said, options: dict[str, 
 
 
 def test_generators_of_samplers(said: Said) -> None:
-    """A sampler whose own generator goes on from epoch to epoch is named; one that is told the epoch is not."""
+    """A sampler whose own generator goes on from epoch to epoch is named, unless training ends in the first."""
 
     def weighted(trainer: Trainer) -> None:
         sampler = WeightedRandomSampler([1.0] * 16, 16, generator=torch.Generator())
         trainer._get_train_sampler = lambda dataset=None: sampler  # type: ignore[method-assign]
 
-    [found] = said(weighted)
+    assert said(weighted, max_steps=4) == []
+    [found] = said(weighted, max_steps=6)
     assert found.startswith("WeightedRandomSampler draws from a generator of its own")
 
 
@@ -156,8 +169,11 @@ def test_what_trains_outside_of_the_model(said: Said) -> None:
         assert trainer.optimizer is not None
         trainer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 2))]})
 
-    [found] = said(loss)
+    trainers: list[Trainer] = []
+    [found] = said(lambda trainer: [loss(trainer), trainers.append(trainer)])  # type: ignore[func-returns-value]
     assert "the optimizer trains a tensor of shape (3, 2) outside of the model" in found
+    [trainer] = trainers
+    assert what_is_unsaved(trainer.args, trainer.state, SimpleNamespace(), trainer.optimizer, None) == [], "of SetFit"
 
 
 class Projector:

@@ -9,6 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from tiny import EPOCHS, TREES, keeper, make_model, make_trainer, same, weights
 
 import holdfast as hf
+from holdfast.frameworks import lightning_plugins
 from holdfast.lightning import HoldfastCheckpointIO, ReportCallback
 from holdfast.testing import FaultyStorage, assert_state_equal
 
@@ -181,6 +183,29 @@ def test_a_removal_waits_for_what_replaces_it(tmp_path: Path, caplog: pytest.Log
     io.teardown()
     assert io.latest() == str(tmp_path / "second.ckpt")
     assert "second.ckpt stays" in caplog.text
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_the_writer_of_a_killed_process_is_finishing(
+    tmp_path: Path, replaced: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start waits for a save that is still being written, and no longer than its files change."""
+    io, root = HoldfastCheckpointIO(tmp_path / "root"), tmp_path / "root"
+    for step, name in enumerate(["first.ckpt", "first.ckpt" if replaced else "second.ckpt"], 1):
+        before = (root / name / "manifest.json").read_bytes() if (root / name).exists() else None
+        io.save_checkpoint({"global_step": step, "state_dict": {"w": torch.ones(2)}, "lr_schedulers": []}, name)
+        io.teardown()
+    manifest = root / name / "manifest.json"
+    found = manifest.read_bytes()
+    manifest.unlink() if before is None else manifest.write_bytes(before)
+    threading.Timer(0.5, lambda: manifest.write_bytes(found)).start()
+    assert HoldfastCheckpointIO(root).latest() == str(root / name)
+    assert hf.Checkpoint(root / name).step == 2
+    assert f"waiting for what is still being written there: {name}" in caplog.text
+    monkeypatch.setattr(lightning_plugins, "_QUIET_S", 0.5)
+    os.utime(next((root / name).glob("state-*.safetensors")))
+    manifest.unlink()
+    assert HoldfastCheckpointIO(root).latest() == (None if replaced else str(root / "first.ckpt"))
 
 
 def test_what_pickle_would_be_needed_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
