@@ -89,11 +89,8 @@ def start_run(
     mine = outcome.is_own = taken is not None and any(is_within(taken, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     if meeting.rank == 0:  # it alone says it
-        progress.checks = [
-            *first_step_checks(home, *_saved(outcome)),
-            outdated_dicts(home),
-            loaders_apart(progress, home),
-        ]
+        looks = first_step_checks(home, *_saved(outcome))
+        progress.checks = [*looks, outdated_dicts(home), loaders_apart(progress, home)]
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent)
     resumed = None
     if taken is not None:
