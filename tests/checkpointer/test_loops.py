@@ -588,3 +588,47 @@ def test_what_is_no_number_of_epochs_and_no_name(tmp_path: Path) -> None:
         with pytest.raises(hf.ConfigError, match=r"name=5: give the name of a loader"):
             ck.batches([1], name=5)
         ck.step()
+
+
+@pytest.mark.parametrize("how", ["in hand", "next", "in a cycle", "with its sampler", "an epoch a step", "arrays"])
+def test_steps_on_a_loader_that_ck_batches_does_not_know_are_said_once(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its position is in no checkpoint. One that ends before each step has none, and a sampler may keep its own."""
+    loader = DataLoader(range(12), 2)
+    state: dict[str, Any] = {"w": torch.zeros(1)}
+    if how == "with its sampler":
+        loader.sampler.place = 0  # type: ignore[attr-defined]
+        state["place"] = hf.attrs(loader.sampler, "place")
+    with hf.Checkpointer(tmp_path, state, every=None) as ck:
+        if how == "an epoch a step":
+            for _ in range(3):
+                sum(batch.sum() for batch in loader)
+                ck.step()
+        elif how == "arrays":
+            for _ in range(3):
+                torch.randint(12, (2,))
+                ck.step()
+        elif how == "next":
+            batches = iter(loader)
+            for _ in range(3):
+                next(batches)
+                ck.step()
+        else:
+            for _ in itertools.islice(itertools.cycle(loader) if how == "in a cycle" else loader, 4):
+                ck.step()
+    said = caplog.text.count("batches of a DataLoader that are not drawn from ck.batches()")
+    assert said == (how in ("in hand", "next", "in a cycle"))
+
+
+@pytest.mark.parametrize(("samples", "said"), [(4, 1), (8, 0)])
+def test_a_shorter_loader_that_a_cycle_repeats_is_said_before_it_is_needed(
+    samples: int, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first life, not only after the resume that has lost the rest of an epoch; one as long repeats nothing."""
+    long, other = DataLoader(range(8), 2), DataLoader(range(samples), 2)
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=None) as ck:
+        for _ in ck.epochs(1):
+            for _ in zip(itertools.cycle(ck.batches(other, name="other")), ck.batches(long), strict=False):
+                ck.step()
+    assert caplog.text.count("itertools.cycle gives batches of other again that it keeps itself") == said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import datetime as dt
+import decimal
 import enum
 import math
 import pathlib
@@ -221,6 +222,10 @@ class MyDict(dict):
     pass
 
 
+class Slotted:
+    __slots__ = ("_cache", "count", "total")
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -235,6 +240,8 @@ class MyDict(dict):
         ({"p": Point(1, MyConfig())}, ["state['p'].y: MyConfig"]),
         ({"k": {MyConfig(): 1}}, ["MyConfig", "dict key"]),
         ({"s": Stopper()}, ["state_dict()", "holdfast.attrs(it, 'best', 'bad', 'mode', ...), or convert"]),
+        ({"s": Slotted()}, ["holdfast.attrs(it, 'count', 'total'), or convert"]),
+        ({"d": decimal.Decimal(1)}, ["state['d']: Decimal", "str(it)"]),
         ([(1, object())], ["state[0][1]: object"]),
     ],
 )

@@ -551,3 +551,22 @@ def test_an_array_of_another_type_or_shape_is_refused():
     live = np.zeros(4, np.int64)
     hf.load(where, {"a": live})
     assert live.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # of torch: beta, and its checks are off
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_module_with_a_sparse_buffer_that_is_not_saved_is_loaded(tmp_path, layout):
+    """The adjacency of a graph network: registered with persistent=False, or left out by unsupported="drop"."""
+
+    def model(*, persistent):
+        made = torch.nn.Linear(2, 2)
+        made.register_buffer("graph", getattr(torch.eye(2), layout)(), persistent=persistent)
+        return made
+
+    for persistent in (False, True):
+        saved, live = model(persistent=persistent), model(persistent=persistent)
+        dropped = {"unsupported": "drop"} if persistent else {}
+        hf.save(tmp_path / "one", {"model": saved}, overwrite=True, **dropped)
+        hf.load(tmp_path / "one", {"model": live}, strict=not persistent)
+        assert torch.equal(live.weight, saved.weight)
+        assert torch.equal(live.graph.to_dense(), torch.eye(2))

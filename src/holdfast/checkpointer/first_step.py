@@ -6,22 +6,26 @@ every front door asks here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import dataloader
 
 from holdfast._units import listed
 from holdfast.errors import HoldfastError
 from holdfast.format.names import save_id_of
 from holdfast.state.save.plan import FROZEN
 from holdfast.state.tree.objects import Modules, leaves, parameter_names
-from holdfast.state.tree.values import Attrs, PerRank
+
+from .progress import Batches, Progress
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
@@ -48,7 +52,9 @@ def first_step_checks(
     """
     looks = [_changed_buffers(state)]
     if dist.is_available() and dist.is_initialized():
-        looks.extend(_changed_hooks(state))
+        from holdfast.state.gradient_order import changed_hooks  # not above: of several ranks only
+
+        looks.extend(changed_hooks(state))
     if saved is not None and manifest is not None:
         looks.append(_other_layers(state, saved, manifest))
     return looks
@@ -68,6 +74,58 @@ def outdated_dicts(state: Mapping[Any, Any]) -> Look:
         )  # fmt: skip
 
     return look
+
+
+def loaders_apart(progress: Progress, state: Mapping[Any, Any]) -> Look:
+    """Return what finds batches whose position is in no checkpoint: what `itertools.cycle` keeps, and a loader's own.
+
+    The latter where no batches come from ``ck.batches``: those of a `DataLoader` whose iterator is in hand from a step
+    to the next and has moved on between them, unless an object of the state (its sampler) may keep its place.
+    """
+    seen: list[tuple[weakref.ref[Any], int]] = []
+    kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)
+
+    def look() -> str:
+        if progress.num_passes > 1:
+            return _cycled(progress)
+        if progress.num_drawn or progress.used_epochs or progress.has_own_place:
+            return ""  # the epochs have a warning of their own
+        found = [one for one in gc.get_objects() if type(one) in kinds]
+        if found:
+            from holdfast.state.gradient_order import named_objects  # not above: few scripts come here
+
+            held = {id(value) for value in named_objects(state)}
+            for one in found:
+                index = one._index_sampler
+                if held.isdisjoint(map(id, (one._dataset, index, getattr(index, "sampler", None)))):
+                    seen.append((weakref.ref(one), one._num_yielded))
+        if seen:
+            progress.checks.append(moved_on)
+        return ""
+
+    def moved_on() -> str:
+        moved = [one for one, count in seen if (alive := one()) is not None and alive._num_yielded > count]
+        return "" if not moved else (
+            "steps are made on batches of a DataLoader that are not drawn from ck.batches(): its position is in no "
+            "checkpoint, so a resume begins it anew. Take them from `for batch in ck.batches(loader)`, and epochs from "
+            "`for epoch in ck.epochs(n)`"
+        )  # fmt: skip
+
+    return look
+
+
+def _cycled(progress: Progress) -> str:
+    """Say which of several loaders are shorter than another and begun again by `itertools.cycle`."""
+    cycles = [gc.get_referents(one) for one in gc.get_objects() if type(one) is cycle]
+    names = {one._name for held in cycles for one in held if isinstance(one, Batches)}
+    left = {name: progress.left(name) for name in progress._passes}
+    longest = max((count for count in left.values() if count is not None), default=0)
+    kept = sorted(name for name in names if (left.get(name) or 0) < longest)
+    return "" if not kept else (
+        f"itertools.cycle gives batches of {listed(kept)} again that it keeps itself: they are in no checkpoint, so a "
+        "resume in the middle of an epoch repeats others, or ends the epoch. Make that loader as long as the longest, "
+        "with RandomSampler(dataset, num_samples=...)"
+    )  # fmt: skip
 
 
 def _given_dicts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -165,53 +223,3 @@ def _changed_buffers(state: Mapping[Any, Any]) -> Look:
         )  # fmt: skip
 
     return look
-
-
-def _changed_hooks(state: Mapping[Any, Any]) -> Iterator[Look]:
-    """Yield for each DDP module with communication hooks what names those that have changed a state of their own.
-
-    Only whether a number is another one, or a container has grown, is looked at.
-    """
-    from holdfast.state.gradient_order import parallel_modules  # not above: of several ranks only
-
-    for path, module in parallel_modules(state).items():
-        kept = [own for _, own in getattr(module, "_comm_hooks", ()) if own is not None]
-        known = {id(item) for item in _named(state)} if kept else set()
-        for own in kept:
-            if id(own) not in known:
-                yield partial(_changed_hook, path, own, _counts(own))
-
-
-def _changed_hook(path: str, own: Any, before: Mapping[str, float]) -> str:
-    changed = sorted(name for name, count in _counts(own).items() if count != before.get(name))
-    kind = type(own).__name__
-    return "" if not changed else (
-        f"the first step has changed {listed(changed)} of the {kind} that the communication hook of {path} keeps: DDP "
-        "gives it to no state_dict(), and a resume goes on with what the script makes anew (docs/parallel.md)"
-    )  # fmt: skip
-
-
-def _named(value: Any) -> Iterator[Any]:
-    """Yield the objects whose attributes a state names, and what its own objects hold."""
-    value = value.value if isinstance(value, PerRank) else value
-    if isinstance(value, Attrs):
-        yield value._owner
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _named(item)
-    elif not isinstance(value, nn.Module):
-        yield value
-        yield from getattr(value, "__dict__", {}).values()
-
-
-def _counts(own: Any) -> dict[str, float]:
-    """Return the numbers among the attributes of an object, and the lengths of its containers."""
-    names = {*getattr(own, "__dict__", ()), *(name for kind in type(own).__mro__ for name in _slots(kind))}
-    held = {name: getattr(own, name, None) for name in names}
-    counts = {name: value for name, value in held.items() if isinstance(value, (int, float))}
-    return {**counts, **{name: len(value) for name, value in held.items() if isinstance(value, Sized)}}
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)

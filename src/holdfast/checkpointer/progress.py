@@ -150,8 +150,9 @@ class Progress:
         self.num_steps += 1
         self.epoch_steps += 1
         self._stepper = threading.current_thread()
-        while self.checks:
-            if found := self.checks.pop(0)():
+        checks, self.checks = self.checks, []
+        for check in checks:  # it may leave one for the next step
+            if found := check():
                 self._remind(found)
         if self._awaited:
             self._say_awaited()

@@ -27,7 +27,7 @@ from holdfast.storage.base import Storage
 from holdfast.writer.messages import SPARE_BYTES, RunOpened
 
 from .console import ResumeBlock, found_notes
-from .first_step import first_step_checks, outdated_dicts
+from .first_step import first_step_checks, loaders_apart, outdated_dicts
 from .meeting import Meeting, same_for_all
 from .options import CheckpointerOptions
 from .progress import RESERVED, Progress
@@ -89,7 +89,8 @@ def start_run(
     mine = outcome.is_own = taken is not None and any(is_within(taken, side) for side in session.sides)
     session.saves.parent = _take_progress(outcome, progress)
     if meeting.rank == 0:  # it alone says it
-        progress.checks = [*first_step_checks(home, *_saved(outcome)), outdated_dicts(home)]
+        looks = first_step_checks(home, *_saved(outcome))
+        progress.checks = [*looks, outdated_dicts(home), loaders_apart(progress, home)]
     began = beginning(outcome, options.resume, session.opened, checkpoint_id=session.saves.parent)
     resumed = None
     if taken is not None:

@@ -289,23 +289,31 @@ def describe(value: Any) -> str:
     elif isinstance(value, type) or hasattr(value, "__code__"):
         name = f"{name} {getattr(value, '__qualname__', '')}".rstrip()
         advice = "code is not stored: save a name and look it up after loading"
-    elif advice_of_kind := _GENERATORS.get((kind.__module__, name)):
+    elif advice_of_kind := _ADVICE.get((kind.__module__, name)):
         advice = advice_of_kind
     else:
         plain = next((base.__name__ for base in kind.__mro__[1:] if base in _PLAIN_BASES), None)
         convert = f"convert it with {plain}(...)" if plain else "convert it to plain data (dict, list, numbers, text)"
         ways = ["give it state_dict() and load_state_dict()", f"or {convert}"]
-        if names := [name for name in getattr(value, "__dict__", ()) if str(name)[:1] != "_"]:
+        slots = getattr(kind, "__slots__", ())
+        held = (*getattr(value, "__dict__", ()), *((slots,) if isinstance(slots, str) else slots))
+        if names := [name for name in held if str(name)[:1] != "_"]:
             shown = ", ".join([*map(repr, names[:3]), *(["..."] if len(names) > 3 else [])])
             ways.insert(1, f"name its attributes, holdfast.attrs(it, {shown})")
         advice = ", ".join(ways)
     return f"{name} cannot be saved: {advice}; or pass unsupported='drop' to leave it out"
 
 
-_GENERATORS = {
+_ADVICE = {
     ("numpy.random._generator", "Generator"): "save its bit_generator.state, and assign that after a resume",
     ("numpy.random.mtrand", "RandomState"): "save its get_state(), and give that to set_state() after a resume",
     ("random", "Random"): "save its getstate(), and give that to setstate() after a resume",
+    (
+        "torch.utils.data.dataloader",
+        "DataLoader",
+    ): "leave it out, and draw from ck.batches(loader), which keeps its place",
+    ("pandas", "DataFrame"): "save frame.to_dict('split'), and make it again from that, pandas.DataFrame(**it)",
+    ("decimal", "Decimal"): "save str(it), and make it again after loading",
 }
 _PLAIN_BASES = frozenset({dict, list, tuple, set, frozenset, int, float, str, bytes})
 

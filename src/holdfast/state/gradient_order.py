@@ -1,10 +1,14 @@
-"""Gradients that DDP adds up in the same order in every step, the first step after a start included."""
+"""What DDP keeps that is in no state: the order in which it adds up gradients, and what its hooks hold.
+
+Gradients are added up in the same order in every step, the first step after a start included.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,8 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast._log import get_logger
+from holdfast._units import listed
 
 from .tree.objects import is_replicated, leaves
+from .tree.values import Attrs, PerRank
 
 _LOG = get_logger("state")
 
@@ -141,6 +147,54 @@ def _set_aside(model: DistributedDataParallel, parameters: list[nn.Parameter]) -
         model.module, model.require_forward_param_sync = module, syncs
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
+
+
+def changed_hooks(state: Mapping[Any, Any]) -> Iterator[Callable[[], str]]:
+    """Yield for each DDP module with communication hooks what names those that have changed a state of their own.
+
+    Only whether a number is another one, or a container has grown, is looked at.
+    """
+    for path, module in parallel_modules(state).items():
+        kept = [own for _, own in getattr(module, "_comm_hooks", ()) if own is not None]
+        known = {id(item) for item in named_objects(state)} if kept else set()
+        for own in kept:
+            if id(own) not in known:
+                yield partial(_changed_hook, path, own, _counts(own))
+
+
+def _changed_hook(path: str, own: Any, before: Mapping[str, float]) -> str:
+    changed = sorted(name for name, count in _counts(own).items() if count != before.get(name))
+    kind = type(own).__name__
+    return "" if not changed else (
+        f"the first step has changed {listed(changed)} of the {kind} that the communication hook of {path} keeps: DDP "
+        "gives it to no state_dict(), and a resume goes on with what the script makes anew (docs/parallel.md)"
+    )  # fmt: skip
+
+
+def named_objects(value: Any) -> Iterator[Any]:
+    """Yield the objects whose attributes a state names, and what its own objects hold."""
+    value = value.value if isinstance(value, PerRank) else value
+    if isinstance(value, Attrs):
+        yield value._owner
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from named_objects(item)
+    elif not isinstance(value, nn.Module):
+        yield value
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _counts(own: Any) -> dict[str, float]:
+    """Return the numbers among the attributes of an object, and the lengths of its containers."""
+    names = {*getattr(own, "__dict__", ()), *(name for kind in type(own).__mro__ for name in _slots(kind))}
+    held = {name: getattr(own, name, None) for name in names}
+    counts = {name: value for name, value in held.items() if isinstance(value, (int, float))}
+    return {**counts, **{name: len(value) for name, value in held.items() if isinstance(value, Sized)}}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 class _Zeros(nn.Module):

@@ -66,7 +66,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     named: dict[str, torch.Tensor] = dict(nn.Module.named_parameters(module, remove_duplicate=False))
     named.update(nn.Module.named_buffers(module, remove_duplicate=False))
     owned = named.values()
-    own = {local_tensor(tensor).data_ptr() for tensor in owned if not (is_lazy(tensor) or tensor.is_meta)}
+    own = {_address(tensor) for tensor in owned} - {None}
     memory = _MetaMemory(plan, module, named) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
     copies: dict[str, Any] = {}  # key -> value that has to go through load_state_dict
@@ -90,10 +90,10 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             copies[key] = plan.fresh(ref, where)
         elif in_place and (is_lazy(value) or value.shape != plan.stored.entry(ref.name).shape):
             odd[key] = ref, where
-        elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
+        elif in_place and (at := _address(value)) is not None and (at in own or not local_tensor(value).numel()):
             if plan.read(ref, value, where):
                 direct[key] = value
-        elif in_place and memory is not None and local.is_meta and (made := memory.make(key)) is not None:
+        elif in_place and memory is not None and local_tensor(value).is_meta and (made := memory.make(key)) is not None:
             if plan.read(ref, made, where):
                 direct[key] = made
         elif in_place and not _is_loaded(module, key):
@@ -111,11 +111,11 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             plan.problems.wrong.append(f"{where}: {_NO_SHAPE}")
         else:
             plan.read(ref, raw[key], where)  # notes the two shapes
-    given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()} if absent else {}
+    given = {(_address(value), value.shape) for value in direct.values()} if absent else {}
     for value, where in absent:
         # Other libraries (transformers) store a tied tensor under one of its names only.
-        tied = isinstance(value, torch.Tensor) and not is_lazy(value)
-        if not (tied and (local_tensor(value).data_ptr(), value.shape) in given):
+        at = _address(value) if isinstance(value, torch.Tensor) else None
+        if at is None or (at, value.shape) not in given:
             plan.lacks(value, where)
     for name in have:
         if plan.takes(prefix + name):
@@ -134,6 +134,13 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     if copies or direct:
         plan.restored.append(path)
     return live
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return where the elements of this rank lie, None if nowhere (lazy, meta) or not as one block (sparse)."""
+    if is_lazy(tensor) or (local := local_tensor(tensor)).is_meta or local.layout is not torch.strided:
+        return None
+    return local.data_ptr()
 
 
 def match_wrapper(plan: MatchPlan, live: torch.Tensor, saved: Any, path: str) -> bool | None:

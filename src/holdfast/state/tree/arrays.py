@@ -74,6 +74,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
         advice = "it is nested: save tensor.unbind(), the tensors in it"
     elif tensor.layout is not torch.strided:
         advice = f"it is sparse ({tensor.layout}): save tensor.to_dense(), or its indices and values"
+        advice += "; a buffer that each start makes the same: register_buffer(..., persistent=False)"
     elif tensor.is_meta:
         advice = "it is on the meta device and has no data: materialise the model first (to_empty, load)"
     elif tensor.is_quantized:
