@@ -151,10 +151,10 @@ class Rendezvous:
 
     def _failure(self, topic: str, error: BaseException) -> dict[str, Any]:
         """Describe an error of this rank, and how many ranks had failed before: what follows from it comes later."""
+        failure = {"code": code_id(), "error": error_to_ranks(error)}
         with suppress(HoldfastError):
-            number = self._ask(topic, self._store.add, self._key(f"{topic}/failed"), 1)
-            return {"code": code_id(), "error": error_to_ranks(error), "number": number}
-        return {"code": code_id(), "error": error_to_ranks(error)}
+            failure["number"] = self._ask(topic, self._store.add, self._key(f"{topic}/failed"), 1)
+        return failure
 
     def _decide(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         keys, late = {rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, None

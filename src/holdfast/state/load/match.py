@@ -254,7 +254,7 @@ class Matcher(MatchPlan):
                 if isinstance(live, torch.optim.Optimizer):
                     _place_by_position(self, content, live)
                 if layouts := saved.spread if isinstance(saved, ObjectNode) else {}:
-                    self._place_spread(content, layouts, {path: live, "": mine}, path)
+                    self._place_spread(content, layouts, live, mine, path)
         state = self.fresh(content, path)
         if metric:
             self.actions.append(lambda: self._note(path, objects.restore_metric(live, self.filled(state))))
@@ -263,11 +263,12 @@ class Matcher(MatchPlan):
         self.restored.append(path)
         return live
 
-    def _place_spread(self, saved: Any, layouts: Mapping[str, Any], nearest: Mapping[str, Any], path: str) -> None:
+    def _place_spread(self, saved: Any, layouts: Mapping[str, Any], live: Any, mine: Any, path: str) -> None:
         """Give what the live object does not hold yet a place beside what is spread over ranks in the state."""
         from ..tree.sharded import spread_tensors  # not above: most states have no such tensor
 
-        known = spread_tensors(nearest if isinstance(nearest[path], torch.optim.Optimizer) else [nearest, self._into])
+        elsewhere = [] if isinstance(live, torch.optim.Optimizer) else [self._into]
+        known = spread_tensors([live, mine, *elsewhere])
         if known and (num := self.place_spread(saved, layouts, known)):
             self.notes.append(
                 f"{path}: {num} tensor(s) that were spread over ranks come whole: the state does not say over which "

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 from holdfast._ranks import rank_list
+from holdfast.checkpointer.pending_saves import TRANSIENT_ERRORS
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     HoldfastError,
     IncompleteCheckpointError,
     RunBusyError,
-    StorageFullError,
-    StorageUnavailableError,
     TrainingError,
 )
 from holdfast.writer.messages import RunOpened
@@ -527,7 +526,7 @@ class Controller:
     def _may_ask_again(self, error: BaseException | None) -> TypeGuard[HoldfastError]:
         """Tell whether an attempt that was refused is tried again: what ended the one before may be what refuses it."""
         until = self._answer_until or 0.0
-        return isinstance(error, (StorageFullError, StorageUnavailableError)) and self._now + _AGAIN_S < until
+        return isinstance(error, TRANSIENT_ERRORS) and self._now + _AGAIN_S < until
 
     def _become(self, state: RunState) -> None:
         self.state = check_transition(self.state, state)
