@@ -105,9 +105,11 @@ def _add_object(hasher: Any, value: Any, depth: int) -> None:
 
 
 def _add_tensor(hasher: Any, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         raise _NotReadError
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    tensor = tensor.resolve_conj().resolve_neg()
     try:
         _add_array(hasher, tensor.numpy(), 0)
     except TypeError:  # bfloat16 and float8, which NumPy does not know
