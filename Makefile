@@ -17,9 +17,10 @@ $(BASE): pyproject.toml constraints.txt
 	$(INSTALL) --no-compile --editable .
 	touch $(BASE)
 
-# What every process of tests would compile at its start is compiled beside pip.
+# What every process of tests would compile at its start is compiled beside pip, and so is the device of the tests.
 $(STAMP): $(BASE) requirements-dev.txt
-	$(BIN)/python -c "import torch._dynamo" & $(INSTALL) --no-compile --requirement requirements-dev.txt
+	($(BIN)/python -c "import torch._dynamo"; $(BIN)/python tests/kits/late_device.py) & \
+	  $(INSTALL) --no-compile --requirement requirements-dev.txt
 	touch $(STAMP)
 
 demo: $(BASE)  ## train a small GPT on real text, kill it three times, prove that nothing was lost

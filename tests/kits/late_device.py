@@ -148,3 +148,7 @@ def _device_module(library: ctypes.PyDLL) -> types.ModuleType:
         ctypes.c_uint64(operations), ctypes.c_uint64(seed)
     )
     return module
+
+
+if __name__ == "__main__":
+    missing() or _build()
