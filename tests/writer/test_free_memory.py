@@ -44,6 +44,17 @@ def test_the_machine_alone(tmp_path):
     assert free_memory(tmp_path / "nothing") is None
 
 
+def test_the_limit_of_the_process(tmp_path):
+    """A limit on address space (`ulimit -v`) bounds the copy too: free is what the process has never mapped yet."""
+    root = machine(tmp_path, own="0::/\n", mounts="", groups={})
+    (root / "proc/self/status").write_text("Name:\tpython\nVmPeak:\t  700 kB\nVmSize:\t  600 kB\n")
+    limits = "Limit             Soft Limit           Hard Limit           Units\nMax address space {}  bytes\n"
+    (root / "proc/self/limits").write_text(limits.format("1024000              unlimited"))
+    assert free_memory(root) == FreeMemory(300 * 1024, "`ulimit -v`")
+    (root / "proc/self/limits").write_text(limits.format("unlimited            unlimited"))
+    assert free_memory(root).bound == "the machine"
+
+
 def test_version_2_and_all_above(tmp_path):
     """The tightest of the own group and those above it; cached files count as free unless they wait to be written."""
     stat = "anon 5\nactive_file 100\ninactive_file 200\nfile_dirty 30\nfile_writeback 20\nshmem 999\n"

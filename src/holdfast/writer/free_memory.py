@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has, and every control group that bounds it.
+"""How much memory this process may still take: what the machine has, its own limit, every control group that bounds it.
 
 A kernel that finds a group over its limit kills, without a word. So whoever is about to take as much as the state has
 asks first. A limit holds for all groups below it, so the own group and each above it are looked at (versions 1 and 2 of
@@ -29,15 +29,19 @@ def free_memory(root: Path | str = "/") -> FreeMemory | None:
     Args:
         root: directory that has ``proc`` and ``sys``.
     """
-    found = [*_of_machine(Path(root)), *_of_groups(Path(root))]
-    return min(found, default=None)
+    return min([*_of_machine(Path(root)), *_of_groups(Path(root))], default=None)
 
 
 def _of_machine(root: Path) -> Iterator[FreeMemory]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
-        yield FreeMemory(int(kib) * 1024, "the machine")
+        yield FreeMemory(_number(root / "proc/meminfo", "MemAvailable", 1) * 1024, "the machine")
+        limit = _number(root / "proc/self/limits", "Max address space", 3)
+        # The peak, not what is mapped now: what a step has taken for a moment the next one takes again.
+        yield FreeMemory(limit - _number(root / "proc/self/status", "VmPeak", 1) * 1024, "`ulimit -v`")
+
+
+def _number(file: Path, name: str, at: int) -> int:
+    return next(int(line.split()[at]) for line in file.read_text().splitlines() if line.startswith(name))
 
 
 def _of_groups(root: Path) -> Iterator[FreeMemory]:
