@@ -17,10 +17,14 @@ _NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
 
 @dataclass(frozen=True, slots=True, order=True)
 class FreeMemory:
-    """Bytes that may still be taken, and what bounds them, in words."""
+    """Bytes that may still be taken, what bounds them, in words, and the part that this process takes now and then.
+
+    That part is what it has had at its peak beyond what it has now: what a step has taken the next one takes again.
+    """
 
     bytes: int
     bound: str
+    now_and_then: int = 0
 
 
 def free_memory(root: Path | str = "/") -> FreeMemory | None:
@@ -29,15 +33,18 @@ def free_memory(root: Path | str = "/") -> FreeMemory | None:
     Args:
         root: directory that has ``proc`` and ``sys``.
     """
-    return min([*_of_machine(Path(root)), *_of_groups(Path(root))], default=None)
+    status, peak = Path(root, "proc/self/status"), 0
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        peak = max(0, _number(status, "VmHWM", 1) - _number(status, "VmRSS", 1)) * 1024
+    found = [*_of_machine(Path(root)), *_of_groups(Path(root))]
+    return min((FreeMemory(one.bytes, one.bound, peak) for one in found), default=None)
 
 
 def _of_machine(root: Path) -> Iterator[FreeMemory]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         yield FreeMemory(_number(root / "proc/meminfo", "MemAvailable", 1) * 1024, "the machine")
         limit = _number(root / "proc/self/limits", "Max address space", 3)
-        # The peak, not what is mapped now: what a step has taken for a moment the next one takes again.
-        yield FreeMemory(limit - _number(root / "proc/self/status", "VmPeak", 1) * 1024, "`ulimit -v`")
+        yield FreeMemory(limit - _number(root / "proc/self/status", "VmSize", 1) * 1024, "`ulimit -v`")
 
 
 def _number(file: Path, name: str, at: int) -> int:
