@@ -707,6 +707,11 @@ def test_a_body_without_a_step_is_said(caplog: pytest.LogCaptureFixture) -> None
             for _ in ck.epochs(1):
                 for _ in ck.batches(kit.loader()):
                     ck.step()
+        with hf.Checkpointer("memory://no-step/asked", {}) as ck:
+            for _ in ck.batches(kit.loader()):
+                if ck.global_step >= 2:
+                    break
+                ck.step()
     assert said(caplog) == []
 
 

@@ -45,7 +45,7 @@ def train(
     os.environ.update(environment or {})
     rank = dist.get_rank()
     mine = Path(disks, f"node{rank // per_node}")
-    mine.mkdir(parents=True, exist_ok=True)
+    mine.parent.mkdir(parents=True, exist_ok=True)
     (mine.parent / f"writer-{rank}").unlink(missing_ok=True)
     torch.manual_seed(3 + seed * rank)
     model = torch.nn.Linear(8, 6)

@@ -52,6 +52,8 @@ def test_saves_are_staged_on_each_machine_and_committed_at_the_remote(ranks, tmp
     assert hf.Checkpoint(remote / "step_00000004").manifest.writers == (0, 1)
     assert not list(disks.rglob("manifest.json"))
     assert left(disks) == [], "what has arrived is gone from the disks"
+    ledgers = [str(path.relative_to(disks)) for path in sorted(disks.glob("*/.ledger/*"))]
+    assert ledgers == ["node0/.ledger/rank-00000", "node1/.ledger/rank-00001"]
     assert catalog_of(remote).record("step_00000004").metrics == {"loss": 0.5, "late": 1.5}
     shutil.rmtree(disks)
     again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 7)

@@ -290,10 +290,14 @@ def test_a_disk_without_inodes(tmp_path, monkeypatch):
     storage = FaultyStorage(tmp_path, fail_on={"open": errno.ENOSPC})
     with pytest.raises(StorageFullError, match="free some space"):
         storage.put("a", b"1")
-    found = os.statvfs(tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*found[:7], 0, *found[8:]]))
-    with pytest.raises(StorageFullError, match=r"has space, but no inodes for more files \(`df -i`\)"):
-        storage.put("a", b"1")
+    statvfs = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*statvfs(path)[:7], 0, *statvfs(path)[8:]]))
+    for path in ("a", "directory/not/made/b"):
+        with pytest.raises(StorageFullError, match=r"has space, but no inodes for more files \(`df -i`\)"):
+            storage.put(path, b"1")
+    unmade = FaultyStorage(tmp_path, fail_on={"mkdir": errno.ENOSPC})
+    with pytest.raises(StorageFullError, match=r"has space, but no inodes for more files"):
+        unmade.put("step/model", b"1")
 
 
 def test_parent_that_cannot_be_read(tmp_path):

@@ -12,6 +12,7 @@ import torch
 
 import holdfast as hf
 from holdfast.state.save import snapshot
+from holdfast.state.save.windows import look_for_memory
 from holdfast.writer.free_memory import FreeMemory, free_memory
 
 MIB = 1 << 20
@@ -42,6 +43,17 @@ def test_the_machine_alone(tmp_path):
     root = machine(tmp_path, own="0::/\n", mounts="", groups={})
     assert free_memory(root) == FreeMemory(3000 * 1024, "the machine")
     assert free_memory(tmp_path / "nothing") is None
+
+
+def test_the_limit_of_the_process(tmp_path):
+    """A limit on address space (`ulimit -v`) bounds the copy too; what a step took is told."""
+    root = machine(tmp_path, own="0::/\n", mounts="", groups={})
+    (root / "proc/self/status").write_text("Name:\tpython\nVmSize:\t  700 kB\nVmHWM:\t  90 kB\nVmRSS:\t  20 kB\n")
+    limits = "Limit             Soft Limit           Hard Limit           Units\nMax address space {}  bytes\n"
+    (root / "proc/self/limits").write_text(limits.format("1024000              unlimited"))
+    assert free_memory(root) == FreeMemory(300 * 1024, "`ulimit -v`", 70 * 1024)
+    (root / "proc/self/limits").write_text(limits.format("unlimited            unlimited"))
+    assert free_memory(root).bound == "the machine"
 
 
 def test_version_2_and_all_above(tmp_path):
@@ -105,6 +117,16 @@ def test_memory_for_gradients_is_left_alone():
             found.append(snapshotter.look_at_memory({"model": model}) is None)
         snapshotter.close()
     assert found == [False, True]
+
+
+def test_what_a_step_takes_for_a_moment_is_left_alone(monkeypatch):
+    """The optimizer's temporaries are gone when a step is saved, and come again: a copy in their place would kill."""
+    state, found = {"w": torch.ones(30, 1 << 18)}, []
+    for now_and_then in (0, 30 * MIB):
+        free = FreeMemory((128 + 50) * MIB, "a test", now_and_then)
+        monkeypatch.setattr("holdfast.writer.free_memory.free_memory", lambda free=free: free)
+        found.append(look_for_memory(state, 30 * MIB, rescues=False, reserve=0).shortage is None)
+    assert found == [True, False]
 
 
 SCRIPT = """

@@ -586,7 +586,7 @@ class Progress:
                 "asked for, the loop asks at its bottom whether it is done, after it has trained. Ask at its head, as "
                 "in `while ck.global_step < max_steps:`, or before the loop: a start of a finished run trains nothing"
             )
-        if self.num_steps == 0 and (self.num_drawn or self.step == 0):
+        if self.num_steps == 0 and (self.num_drawn > self.num_passes or self.step == 0):  # one is drawn to ask: "done?"
             drawn = f" after {self.num_drawn} batches" if self.num_drawn else ""
             self._remind(
                 f"the run ended{drawn} without a single ck.step(): nothing was counted, and nothing saved. Call "

@@ -122,7 +122,7 @@ class DataRing:
         self._fd, self._has_room = -1, True
         self._path = f"{root}/{FOLDER}/rank-{rank:05d}"
         try:
-            (root / FOLDER).mkdir(exist_ok=True)
+            (root / FOLDER).mkdir(parents=True, exist_ok=True)
             folder = Beneath(os.fspath(root)).folder(FOLDER)
             with folder:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -693,7 +693,7 @@ def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], w
             f"it with `kill {trainer}` on {owner.get('host')}, then `scontrol requeue {job}`"
         )
     if watch.is_alive() and all(owner.get(key) == mine[key] for key in _PROCESS):
-        return f"{who}, by this very process: close() the object that saves there, or give this one another directory"
+        return f"{who}, by this very process: close() what saves there (a notebook: restart it), or use another path"
     if watch.is_alive():
         return (
             f"{who}. One process at a time writes there: wait for it, stop it with `kill {trainer}` on "

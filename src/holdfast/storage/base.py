@@ -636,9 +636,10 @@ def translate(error: OSError, action: str, where: str) -> StorageError:
 
 
 def _has_no_inodes(path: str) -> bool:
-    with contextlib.suppress(OSError):
-        found = os.statvfs(os.path.dirname(path))
-        return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
+    while path := os.path.dirname(path):  # up to one that is there: without inodes no directory was made either
+        with contextlib.suppress(OSError):
+            found = os.statvfs(path)
+            return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
     return False
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has, and every control group that bounds it.
+"""How much memory this process may still take: what the machine has, its own limit, every control group that bounds it.
 
 A kernel that finds a group over its limit kills, without a word. So whoever is about to take as much as the state has
 asks first. A limit holds for all groups below it, so the own group and each above it are looked at (versions 1 and 2 of
@@ -17,10 +17,14 @@ _NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
 
 @dataclass(frozen=True, slots=True, order=True)
 class FreeMemory:
-    """Bytes that may still be taken, and what bounds them, in words."""
+    """Bytes that may still be taken, what bounds them, in words, and the part that this process takes now and then.
+
+    That part is what it has had at its peak beyond what it has now: what a step has taken the next one takes again.
+    """
 
     bytes: int
     bound: str
+    now_and_then: int = 0
 
 
 def free_memory(root: Path | str = "/") -> FreeMemory | None:
@@ -29,15 +33,22 @@ def free_memory(root: Path | str = "/") -> FreeMemory | None:
     Args:
         root: directory that has ``proc`` and ``sys``.
     """
+    status, peak = Path(root, "proc/self/status"), 0
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        peak = max(0, _number(status, "VmHWM", 1) - _number(status, "VmRSS", 1)) * 1024
     found = [*_of_machine(Path(root)), *_of_groups(Path(root))]
-    return min(found, default=None)
+    return min((FreeMemory(one.bytes, one.bound, peak) for one in found), default=None)
 
 
 def _of_machine(root: Path) -> Iterator[FreeMemory]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
-        yield FreeMemory(int(kib) * 1024, "the machine")
+        yield FreeMemory(_number(root / "proc/meminfo", "MemAvailable", 1) * 1024, "the machine")
+        limit = _number(root / "proc/self/limits", "Max address space", 3)
+        yield FreeMemory(limit - _number(root / "proc/self/status", "VmSize", 1) * 1024, "`ulimit -v`")
+
+
+def _number(file: Path, name: str, at: int) -> int:
+    return next(int(line.split()[at]) for line in file.read_text().splitlines() if line.startswith(name))
 
 
 def _of_groups(root: Path) -> Iterator[FreeMemory]:

@@ -352,6 +352,7 @@ def look_for_memory(state: Mapping[Any, Any], nbytes: int, *, rescues: bool, res
     if free is None:
         return Room()
     room = max(0, free.bytes - _SPARE) // current_ranks().local_world_size - _gradient_bytes(state) - reserve
+    room -= free.now_and_then
     there = format_bytes(max(0, room))
     if nbytes <= room < 2 * nbytes and rescues:
         return Room(
