@@ -123,13 +123,24 @@ class Stage:
         self.epoch = -1
 
 
+class Turns:
+    """A transform, whose last random number has happened to grow by one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, sample: int) -> int:
+        raise AssertionError("nothing is asked of it")
+
+
 class Pipeline(IterableDataset):
     """Shuffles with what its second stage counts."""
 
     def __init__(self) -> None:
-        self.pipeline = [Stage(), Stage()]
+        self.pipeline = [Stage(), Stage(), Turns()]
 
     def __iter__(self):
+        self.pipeline[2].number += 1
         self.pipeline[1].epoch += 1
         return iter(random.Random(self.pipeline[1].epoch).sample(range(N), N))
 
@@ -228,6 +239,7 @@ def test_a_stage_of_a_pipeline_that_counts_its_passes_is_said_at_the_begin_of_an
     list(ResumableBatches(DataLoader(Pipeline(), 2), batches.state_dict(), seed=1, epoch=1))
     assert "Pipeline counts its own passes, and has begun anew: 'Stage2.epoch' is -1, was 0." in caplog.text
     assert "Stage1" not in caplog.text
+    assert "Turns" not in caplog.text
 
 
 def test_the_generators_of_grains_threads_are_left_alone():

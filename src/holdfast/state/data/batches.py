@@ -19,7 +19,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -780,7 +779,8 @@ class PassCounts:
         """Yield (prefix of names, object) of what the owner wraps: the stages of a pipeline count for themselves."""
         seen: Counter[str] = Counter()
         for held in objects_within(self.owner):
-            if held is not self.owner and hasattr(held, "__dict__") and not isinstance(held, FunctionType):
+            # What is called for each sample counts no passes: a number that a transform has drawn may look like that.
+            if held is not self.owner and hasattr(held, "__dict__") and not callable(held):
                 seen[kind := type(held).__name__] += 1
                 yield f"{kind}{seen[kind]}.", held
 
