@@ -1,4 +1,4 @@
-"""Loaders that find their place as those of litdata (0.2.76) and mosaicml-streaming (0.13) do: stand-ins for them."""
+"""Loaders and data sets that behave as those of litdata (0.2.76), mosaicml-streaming (0.13) and others: stand-ins."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from loader_cases import as_list, lives, run
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.seeding import generators_within
+from holdfast.state.data.seeding import generators_within, objects_within
 
 EPOCHS, N = 3, 43
 
@@ -122,13 +123,24 @@ class Stage:
         self.epoch = -1
 
 
+class Turns:
+    """A transform, whose last random number has happened to grow by one."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, sample: int) -> int:
+        raise AssertionError("nothing is asked of it")
+
+
 class Pipeline(IterableDataset):
     """Shuffles with what its second stage counts."""
 
     def __init__(self) -> None:
-        self.pipeline = [Stage(), Stage()]
+        self.pipeline = [Stage(), Stage(), Turns()]
 
     def __iter__(self):
+        self.pipeline[2].number += 1
         self.pipeline[1].epoch += 1
         return iter(random.Random(self.pipeline[1].epoch).sample(range(N), N))
 
@@ -227,9 +239,61 @@ def test_a_stage_of_a_pipeline_that_counts_its_passes_is_said_at_the_begin_of_an
     list(ResumableBatches(DataLoader(Pipeline(), 2), batches.state_dict(), seed=1, epoch=1))
     assert "Pipeline counts its own passes, and has begun anew: 'Stage2.epoch' is -1, was 0." in caplog.text
     assert "Stage1" not in caplog.text
+    assert "Turns" not in caplog.text
 
 
 def test_the_generators_of_grains_threads_are_left_alone():
     """Seeding them here makes numbers of chance of what grain draws by the place of a sample."""
     own = np.random.default_rng(2)
     assert generators_within({"pool": Pool(), "own": own}) == [own]
+
+
+class OfAClass:
+    """Draws from the generator that its class has, as a transform of MONAI that nobody has seeded."""
+
+    R = np.random.RandomState()
+
+    def __call__(self, number: int) -> float:
+        return number + float(self.R.rand())
+
+
+class OfItsOwn(OfAClass):
+    """Has a generator of its own."""
+
+    def __init__(self) -> None:
+        self.R = np.random.RandomState()
+
+
+class Cached(Dataset):
+    """Holds its records before its transforms, which are many."""
+
+    def __init__(self, num_records: int) -> None:
+        self.records = [{"image": torch.tensor(n), "meta": [{"n": n}, [n]]} for n in range(num_records)]
+        self.chain = {"transforms": [[OfAClass(), OfItsOwn()] for _ in range(20)]}
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        number = int(self.records[index]["image"])
+        return tuple(one(number) for pair in self.chain["transforms"] for one in pair)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_transforms_behind_many_records_draw_the_same_after_resumes(workers):
+    """Generators of transforms, and of their class, are seeded for each sample, however much the data set holds."""
+
+    def make():
+        return DataLoader(Cached(250), batch_size=25, shuffle=True, num_workers=workers, collate_fn=as_list)
+
+    whole, _ = run(make())
+    assert lives(make) == whole
+    assert run(make())[0] == whole
+
+
+def test_records_are_not_in_the_way_of_what_holds_generators():
+    """Neither a tensor nor a record is looked at before an object that a short list holds."""
+    data = Cached(250)
+    pair = data.chain["transforms"][19]
+    assert {id(held) for held in generators_within(data)} >= {id(OfAClass.R), id(pair[1].R)}
+    assert not any(isinstance(held, torch.Tensor) for held in objects_within(data))

@@ -468,6 +468,22 @@ def test_a_stream_that_counts_its_passes_anew_is_said(caplog, stop):
     assert "counts its own passes" not in caplog.text
 
 
+class MakesItsGenerator(Passes):
+    """Makes it anew in each pass, which is begun twice, then."""
+
+    def __iter__(self):
+        self.passes += 1
+        self.dice = random.Random(self.passes)
+        yield from self.dice.sample(range(N), N)
+
+
+def test_a_count_of_passes_that_are_begun_twice_is_said(caplog):
+    """A pass that makes a generator is begun once more with it seeded, and is counted once more."""
+    _, position = lived(MakesItsGenerator(), None, 0)
+    lived(MakesItsGenerator(), position, 1)
+    assert "MakesItsGenerator counts its own passes, and has begun anew: 'passes' is 0, was 2" in caplog.text
+
+
 def twin_at(passes):
     made = Passes()
     made.passes = passes

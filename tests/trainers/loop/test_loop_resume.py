@@ -78,15 +78,23 @@ def test_twin_with_workers_and_own_attributes(tmp_path: Path) -> None:
     assert_state_equal(everything(again), everything(whole))
 
 
-def test_twin_with_generators_of_the_data_set(tmp_path: Path) -> None:
-    """Without workers, too: what a data set draws from generators of its own is the same after a resume."""
+@pytest.mark.parametrize("is_late", [False, True])
+def test_twin_with_generators_of_the_data_set(tmp_path: Path, is_late: bool) -> None:
+    """Without workers, too: what a data set draws from generators of its own is the same after a resume.
+
+    It may make them, unseeded, when it is asked for the first sample.
+    """
 
     class Noisy(Points):
         def __init__(self) -> None:
             super().__init__()
-            self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(3)
+            self.numpy: Any = None
+            if not is_late:
+                self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(3)
 
         def __getitem__(self, index: int) -> Any:
+            if self.numpy is None:
+                self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(), random.Random()
             x, y = super().__getitem__(index)
             return x + torch.rand(1, generator=self.torch) + self.numpy.random() * self.python.random(), y
 

@@ -19,7 +19,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ _NUM_PREFIXES = 4096
 _SHARED_COUNT = "next_epoch"  # of a data set of mosaicml-streaming, in memory that its workers share
 # Remarks about data that this process has made, in the log or at the start of a run; each is made once.
 said: set[str] = set()
-
-
 # Loaders with state -> the epoch that they ended in this process: they go on to the next by themselves.
 _ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -462,9 +459,10 @@ class ResumableBatches:
         first = next(iterator, _END)
         if self._stream.adopt(generators_within(self._loader)):
             self._stream.reseed()
-            again: Iterator[Any] = iter(self._loader)
+            counts, again = self._passes.numbers(), iter(self._loader)
             if again is not iterator:
-                return again
+                self._passes.last = counts
+                return itertools.chain(again)
         return itertools.chain([] if first is _END else [first], iterator)
 
     def _counter(self) -> Any:
@@ -754,13 +752,13 @@ class PassCounts:
 
     def __init__(self, owner: Any, *, given: Mapping[str, int] | None) -> None:
         self.owner, self._given = owner, dict(given or {})
-        self._begun: dict[str, int] = {}
+        self._begun, self.last = dict[str, int](), dict[str, int]()  # a pass may be begun twice
         self._held: list[tuple[str, Any]] = []  # what the owner wraps, by name
 
     def begin(self) -> str:
         """Note the counts before a pass; return what differs from an uninterrupted run, "" if nothing does."""
         self._held = [] if self.owner is None else list(self._named())
-        self._begun = now = self._numbers()
+        self._begun = self.last = now = self.numbers()
         if not now or self._is_known():
             return ""
         differ = [name for name, value in self._given.items() if now.get(name, value) != value]
@@ -770,8 +768,8 @@ class PassCounts:
         """Return the counts that the next pass begins with, or this one if it is not over."""
         if not self._begun:
             return self._given
-        now = self._numbers()
-        counts = {name for name, value in now.items() if num_batches > 1 and value == self._begun.get(name, value) + 1}
+        now = self.numbers()
+        counts = {name for name, value in now.items() if num_batches > 1 and value == self.last.get(name, value) + 1}
         return {
             name: (now if is_over else self._begun)[name] for name in sorted(counts | self._given.keys() & now.keys())
         }
@@ -780,11 +778,13 @@ class PassCounts:
         """Yield (prefix of names, object) of what the owner wraps: the stages of a pipeline count for themselves."""
         seen: Counter[str] = Counter()
         for held in objects_within(self.owner):
-            if held is not self.owner and hasattr(held, "__dict__") and not isinstance(held, FunctionType):
+            # What is called for each sample counts no passes: a number that a transform has drawn may look like that.
+            if held is not self.owner and hasattr(held, "__dict__") and not callable(held):
                 seen[kind := type(held).__name__] += 1
                 yield f"{kind}{seen[kind]}.", held
 
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
+        """Return the whole numbers that may be counts, by name."""
         found = {prefix + name: value for prefix, held in self._held for name, value in vars(held).items()}
         found.update(getattr(self.owner, "__dict__", {}))
         found[_SHARED_COUNT] = getattr(self.owner, _SHARED_COUNT, None)

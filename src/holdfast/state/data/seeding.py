@@ -7,6 +7,7 @@ not on the process that loads it or on when the run was last started.
 from __future__ import annotations
 
 import copy
+import heapq
 import itertools
 import operator
 import os
@@ -26,7 +27,8 @@ from ..tree import rng
 
 _MASK = (1 << 64) - 1
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_MOST_OBJECTS, _MOST_DEPTH = 256, 8
+_MOST_OBJECTS, _MOST_DEPTH = 4096, 8
+_MOST_ITEMS, _FEW_ITEMS = 256, 16  # of a list that is looked into; that is looked into at once
 _pack3 = struct.Struct("<QQQ").pack
 
 
@@ -99,26 +101,38 @@ def generators_within(*owners: Any) -> list[Any]:
 
 
 def objects_within(*owners: Any) -> Iterator[Any]:
-    """Yield what a data set, or a ``collate_fn``, holds, as far as it may hold generators; itself first."""
+    """Yield what a data set, or a ``collate_fn``, holds, as far as it may hold generators; itself first.
+
+    What long lists hold comes last, the longest at the end: they are records of data, which would use up the bound.
+    """
     seen: set[int] = set()
-    waiting = [(owner, 0) for owner in owners]
+    classes: set[type] = set()
+    order = itertools.count()
+    waiting = [(0, next(order), owner, 0) for owner in owners]
+    kinds = (*_KINDS, list, tuple, dict, partial)
     while waiting and len(seen) < _MOST_OBJECTS:
-        owner, depth = waiting.pop(0)
+        length, _, owner, depth = heapq.heappop(waiting)
         if isinstance(owner, _KINDS):
             yield owner
         elif id(owner) not in seen and depth < _MOST_DEPTH:
             seen.add(id(owner))
             yield owner
-            kinds = (*_KINDS, list, tuple, dict, partial)
-            waiting += [
-                (value, depth + 1) for value in _held(owner) if isinstance(value, kinds) or hasattr(value, "__dict__")
-            ]
+            if isinstance(owner, (list, tuple, dict)) and len(owner) > _FEW_ITEMS:
+                length = max(length, len(owner))
+            if type(owner) not in classes:
+                classes.add(type(owner))
+                yield from (
+                    held for kind in type(owner).__mro__ for held in vars(kind).values() if isinstance(held, _KINDS)
+                )
+            for value in _held(owner):
+                if isinstance(value, kinds) or (hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)):
+                    heapq.heappush(waiting, (length, next(order), value, depth + 1))
 
 
 def _held(owner: Any) -> list[Any]:
     if isinstance(owner, (list, tuple, dict)):
         values = owner.values() if isinstance(owner, dict) else owner
-        return list(values) if len(owner) <= _MOST_OBJECTS else []
+        return list(values) if len(owner) <= _MOST_ITEMS else []
     if isinstance(owner, (torch.nn.Module, type, ModuleType)) or _is_grains_pool(owner):
         return []
     if isinstance(owner, partial):

@@ -20,6 +20,7 @@ from holdfast.state.accelerator import move
 from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
 from holdfast.state.data.loaders import is_map_loader
 from holdfast.state.data.seeding import generators_kept, generators_within
+from holdfast.state.tree import rng
 
 from .arguments import check_function, check_loader
 
@@ -105,8 +106,9 @@ class DataPosition:
         if live is not None and live.epoch == epoch and live.goes_on(source):
             return live
         stored = self._position() if live is not None else self._stored
-        self._live = ResumableBatches(
-            source, stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
+        is_drawn_here = _draws_here(loader)
+        self._live = (_DrawnHere if is_drawn_here else ResumableBatches)(
+            source, stored, seed=seed, epoch=epoch, seed_samples=not is_drawn_here,
             rank=self._rank, world_size=self._world_size, split=True,
         )  # fmt: skip
         self.trained()
@@ -221,6 +223,26 @@ class DataPosition:
         found = [elsewhere(stored, self._world_size)]
         said.update(found)
         return found
+
+
+class _DrawnHere(ResumableBatches):
+    """Batches whose samples draw from the generators of this process.
+
+    The first of them may make others (``if self.rng is None``): then samples are seeded, the first one anew.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, at = rng.capture(devices=False), (self._samples, self._batches)
+        source = super().__iter__()
+        for first in source:
+            if _draws_here(self._loader):
+                yield first
+                yield from source
+            else:
+                rng.restore(begun, devices=False)
+                self._seed_samples, (self._samples, self._batches) = True, at
+                yield from super().__iter__()
+            return
 
 
 class _WithDatasetState:
