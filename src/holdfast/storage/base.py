@@ -15,8 +15,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from holdfast.errors import (
     ConfigError,
@@ -27,9 +28,6 @@ from holdfast.errors import (
     StorageNotFoundError,
     StoragePermissionError,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _EndingT = TypeVar("_EndingT", bound="_Ending")
 
@@ -636,9 +634,9 @@ def translate(error: OSError, action: str, where: str) -> StorageError:
 
 
 def _has_no_inodes(path: str) -> bool:
-    while path := os.path.dirname(path):  # up to one that is there: without inodes no directory was made either
+    for folder in Path(path).parents:  # up to one that is there: without inodes no directory was made either
         with contextlib.suppress(OSError):
-            found = os.statvfs(path)
+            found = os.statvfs(folder)
             return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
     return False
 
