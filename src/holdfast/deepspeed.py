@@ -178,6 +178,6 @@ def _refuse_other_stage(engine: Any, folder: str, name: Any, options: Mapping[st
     if not fits:
         raise CheckpointError(
             f"{name} was saved with ZeRO stage {saved}, and this engine has stage {stage}, which DeepSpeed does not "
-            "load: take the stage of the save, or convert it first (ds_to_universal of DeepSpeed, or holdfast import "
-            "for the weights alone)"
+            "load: take the stage of the save, or convert it first (ds_to_universal --inject_missing_state of "
+            "DeepSpeed, or holdfast import for the weights alone)"
         )

@@ -378,6 +378,8 @@ class Progress:
             self._seed = self.own_seed() if self.first_seed is None and self._world_size == 1 else self.first_seed or 0
         batches = before.batches if before is not None and before.batches.goes_on(loader) else None
         if batches is None:
+            if hasattr(loader, "end_of_dataloader") and hasattr(loader, "set_epoch"):  # Accelerate's counts passes here
+                loader.set_epoch(self.epoch)
             batches = ResumableBatches(
                 loader, position, seed=self._seed, epoch=self.epoch, seed_samples=self._seed_samples,
                 rank=self._rank, world_size=self._world_size, split=split, is_reopened=before is not None,

@@ -530,11 +530,24 @@ class PreparedLoader:
 
     def __init__(self, prepared: Any) -> None:
         self._prepared = self.named_as = prepared
+        self._num_given = 0
         # With dispatch_batches rank 0 gives the others theirs: one rank that begins anew alone would wait for ever.
         self.draws_together = hasattr(prepared, "_fetch_batches")
 
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the last batch of a pass was given."""
+        return bool(getattr(self._prepared, "end_of_dataloader", False))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass have the order of this epoch."""
+        if hasattr(self._prepared, "set_epoch"):
+            self._prepared.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._prepared)
+        for number, batch in enumerate(self._prepared, 1):
+            self._num_given = number
+            yield batch
 
     def __len__(self) -> int:
-        return len(self._prepared)
+        return self._num_given if self.end_of_dataloader else len(self._prepared)

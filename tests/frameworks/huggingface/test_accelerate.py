@@ -8,7 +8,7 @@ from typing import Any
 import late_device
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from hf_kit import checkpoints, result, run_script
 from object_kit import BUCKET
 from torch.utils.data import DataLoader, IterableDataset
@@ -110,8 +110,6 @@ class Endless(IterableDataset[torch.Tensor]):
 @pytest.mark.parametrize("stateful", [False, True])
 def test_loaders_of_unknown_order(tmp_path: Path, stateful: bool) -> None:
     """The position of an iterable data set is a number of batches; a stateful loader keeps its own."""
-    from accelerate import DataLoaderConfiguration
-
     seen = []
     for stop in (2, 6):
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful))
@@ -143,7 +141,6 @@ def test_an_iterable_that_is_left_goes_on_where_it_was(tmp_path: Path, caplog: p
 
 def test_a_shuffled_order_goes_on_with_a_stateful_loader(tmp_path: Path) -> None:
     """The order of a shuffled data set is not in the state of torchdata's loader: it is that of ``ck.batches``."""
-    from accelerate import DataLoaderConfiguration
 
     def seen_until(stop: int, run: str) -> list[list[float]]:
         torch.manual_seed(0)
@@ -161,6 +158,53 @@ def test_a_shuffled_order_goes_on_with_a_stateful_loader(tmp_path: Path) -> None
         return seen
 
     assert seen_until(4, "run") + seen_until(9, "run") + seen_until(12, "run") == seen_until(12, "quiet")
+
+
+@pytest.mark.parametrize("options", [{"use_stateful_dataloader": True}, {"dispatch_batches": True}])
+def test_epochs_of_loaders_of_unknown_order(tmp_path: Path, options: dict[str, bool]) -> None:
+    """A life goes on in the epoch it was in, with its order, also from the last step of one.
+
+    With the last batch of an epoch Accelerate's stateful loader has a state from which it would begin the next one; and
+    a loader that rank 0 deals out orders its data by the passes of its process.
+    """
+    is_stream = "use_stateful_dataloader" in options
+
+    def seen_until(stop: int, run: str) -> list[tuple[int, list[float]]]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, **options)
+        )
+        data: Any = Endless() if is_stream else torch.arange(12.0)[:, None]
+        _, loader = accelerator.prepare(
+            torch.nn.Linear(1, 1), DataLoader(data, batch_size=4, shuffle=None if is_stream else True)
+        )
+        seen = []
+        with Checkpointer(tmp_path / run, accelerator, every=1) as ck:
+            for epoch in ck.epochs(4):
+                for batch in ck.batches(loader):
+                    seen.append((epoch, batch.flatten().tolist()))
+                    ck.step()
+                    if ck.global_step == stop:
+                        return seen
+        return seen
+
+    lives = [one for stop in (3, 5, 9, 12) for one in seen_until(stop, "run")]
+    quiet = seen_until(12, "quiet")
+    assert lives == quiet
+    assert len({tuple(batch) for _, batch in quiet}) == (3 if is_stream else 12)  # else epochs are ordered anew
+
+
+def test_a_short_gathering_at_the_end_is_no_drawing_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where gradients gather over fewer batches at the end of a stream without a length, nothing is said."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Endless(), batch_size=4))
+    with Checkpointer(tmp_path / "run", accelerator, every=None) as ck:
+        for _ in ck.epochs(2):
+            for _ in ck.batches(loader):
+                with accelerator.accumulate(model):
+                    ck.step()
+    assert ck.global_step == 4
+    assert "drawn before a step" not in caplog.text
 
 
 def test_a_save_between_the_batches_of_a_step_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

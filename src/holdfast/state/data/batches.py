@@ -157,8 +157,7 @@ class ResumableBatches:
         self._stream = Stream(mix(self._seed, epoch), own)
         if position is not None:
             self._check_kind(position)
-            fits = self._elastic or self._is_same_world
-            if current is None and self.kind == "stateful" and fits:
+            if current is None and self.kind == "stateful" and (self._elastic or self._is_same_world):
                 self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
         self._order: MapOrder | None = None
         if self.kind == "map":
@@ -238,16 +237,18 @@ class ResumableBatches:
             is_over: the next epoch comes next, whether this one was exhausted or not.
         """
         samples, batches = at or (self._samples, self._batches)
-        passes = self._passes.state_dict(num_batches=batches, is_over=is_over or (self._done and at is None))
+        # Accelerate's loader draws a batch ahead: with the last one its state is that of the end.
+        done = at is None and (self._done or getattr(self._live, "end_of_dataloader", None) is True)
+        passes = self._passes.state_dict(num_batches=batches, is_over=is_over or done)
         return {
             "kind": self.kind,
             "epoch": self._epoch,
             "samples": samples,
             "batches": batches,
-            "done": self._done and at is None,
+            "done": done,
             "seed": self._seed,
             "world_size": self._world_size,
-            "inner": {**self._inner_state(), **self._memory(samples, is_over=is_over or (self._done and at is None))}
+            "inner": {**self._inner_state(), **self._memory(samples, is_over=is_over or done)}
             if self._order is not None
             else self._inner_state(),
             "elastic": self._elastic,
@@ -424,9 +425,7 @@ class ResumableBatches:
                 "Exact are a plain DataLoader over the stream, which draws the epoch again up to its position, and "
                 "shuffle(buffer_size=1), which shuffles whole shards (with num_workers=0)"
             )
-        if not self._is_same_world:
-            return
-        if stated.StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
+        if not self._is_same_world or stated.StatedPosition.of(loader, self._inner["loader"]).batches != self._batches:
             return
         with generators_kept():
             now = stated.StatedPosition.of(loader, loader.state_dict()).batches
