@@ -26,8 +26,8 @@ $(STAMP): $(BASE) requirements-dev.txt
 demo: $(BASE)  ## train a small GPT on real text, kill it three times, prove that nothing was lost
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)  ## the whole suite, some 7 minutes on 2 cores (a quarter of the time of two processes is waiting: hence three)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not long"
+test: $(STAMP)  ## the whole suite, some 7 minutes on 2 cores (tests wait for disks and processes: four at a time)
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow and not long"
 
 test-frameworks: $(STAMP)  ## object stores from npm (370 MB, if npm is there), and real frameworks in environments of their own
 	@if command -v npm > /dev/null; then \
