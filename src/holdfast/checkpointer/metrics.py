@@ -299,10 +299,10 @@ def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
 
 
 def _take(value: Any, name: str) -> Any:
-    # A loss of the host is read at once, which waits for nothing: half the time of a step with one.
-    if type(value) is torch.Tensor and value.numel() == 1 and not _is_far(value) and not value.is_complex():
-        return value.item()
     if isinstance(value, torch.Tensor) and not value.is_complex():
+        # A loss of the host is read at once, which waits for nothing: half the time of a step with one.
+        if type(value) is torch.Tensor and value.numel() == 1 and not _is_far(value):
+            return value.item()
         if is_spread(value):
             value = _on_this_rank(value, name)
         # The caller may go on adding to it in place, and a CUDA graph writes to the same tensor each step.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 _NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 where there is none
@@ -33,11 +33,12 @@ def free_memory(root: Path | str = "/") -> FreeMemory | None:
     Args:
         root: directory that has ``proc`` and ``sys``.
     """
-    status, peak = Path(root, "proc/self/status"), 0
+    found = min([*_of_machine(Path(root)), *_of_groups(Path(root))], default=None)
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        peak = max(0, _number(status, "VmHWM", 1) - _number(status, "VmRSS", 1)) * 1024
-    found = [*_of_machine(Path(root)), *_of_groups(Path(root))]
-    return min((FreeMemory(one.bytes, one.bound, peak) for one in found), default=None)
+        status = Path(root, "proc/self/status")
+        peak_kib = max(0, _number(status, "VmHWM", 1) - _number(status, "VmRSS", 1))
+        return found and replace(found, now_and_then=peak_kib * 1024)
+    return found
 
 
 def _of_machine(root: Path) -> Iterator[FreeMemory]:

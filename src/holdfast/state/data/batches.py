@@ -458,10 +458,11 @@ class ResumableBatches:
         first = next(iterator, _END)
         if self._stream.adopt(generators_within(self._loader)):
             self._stream.reseed()
-            counts, again = self._passes.numbers(), iter(self._loader)
+            counts = self._passes.numbers()
+            again: Iterator[Any] = iter(self._loader)
             if again is not iterator:
                 self._passes.last = counts
-                return itertools.chain(again)
+                return again
         return itertools.chain([] if first is _END else [first], iterator)
 
     def _counter(self) -> Any:
